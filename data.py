@@ -1,0 +1,412 @@
+"""From parquet rows to samples, and from finished trajectories to micro-batches.
+
+The path of one image: its encoded bytes stay in the `Sample` (one copy for the whole group); `make_view` turns it into
+the picture the model sees, whose size alone decides the number of image tokens; `pixel_values` are made last, when
+micro-batches are built, once per distinct image.
+"""
+
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+from mrope import rope_positions
+
+
+class DataError(Exception):
+    """Bad input; the message names the file and the row."""
+
+
+# ---------------------------------------------------------------------------------------------------- samples
+@dataclass(frozen=True)
+class Sample:
+    """One row of a VeRL-format parquet file."""
+
+    where: str  # "file.parquet row 17", for messages
+    data_source: str  # picks the reward
+    prompt: list[dict]  # [{role, content}]; `<image>` in a content marks an image slot
+    images: tuple[bytes, ...]  # encoded, unmodified
+    env_name: str  # picks the tool; "" = none
+    ground_truth: str
+    extra_info: dict = field(default_factory=dict)
+
+
+def _image_bytes(entry, folder: str, where: str) -> bytes:
+    """bytes, {"bytes", "path"} or a path -> encoded bytes."""
+    data = entry.get("bytes") if isinstance(entry, dict) else entry if isinstance(entry, bytes) else None
+    path = entry.get("path") if isinstance(entry, dict) else entry if isinstance(entry, str) else None
+    if data:
+        return bytes(data)
+    if not path:
+        raise DataError(f"{where}: an image must be bytes, a path or {{bytes, path}}, but is {type(entry).__name__} without either")
+    try:
+        with open(os.path.join(folder, path), "rb") as f:
+            return f.read()
+    except OSError as e:
+        raise DataError(f"{where}: image file {path!r}: {e.strerror}") from None
+
+
+def parse_row(row: dict, where: str, folder: str = ".", env_name: str | None = None) -> Sample:
+    """One parquet row -> Sample; `env_name` replaces the row's own. Raises DataError naming the column."""
+    for key in ("data_source", "prompt", "reward_model"):
+        if row.get(key) is None:
+            raise DataError(f"{where}: column {key!r} is missing or null")
+    prompt = row["prompt"]
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt):
+        raise DataError(f"{where}: prompt must be a list of {{role, content}} with text contents")
+    images = tuple(_image_bytes(i, folder, where) for i in row.get("images") or [])
+    slots = sum(m["content"].count("<image>") for m in prompt)
+    if slots != len(images):
+        raise DataError(f"{where}: the prompt has {slots} <image> slots, but the row has {len(images)} images")
+    truth = row["reward_model"].get("ground_truth")
+    if truth is None:
+        raise DataError(f"{where}: reward_model has no ground_truth")
+    env = row.get("env_name") if env_name is None else env_name
+    extra = row.get("extra_info") or {}
+    return Sample(where, row["data_source"], [dict(m) for m in prompt], images, env or "", truth, dict(extra))
+
+
+class ParquetData:
+    """Rows of several parquet files, read lazily: at most one row group is held at a time.
+
+    Small record batches are read, since one batch over a large nested column fails in Arrow ("Nested data conversions
+    not implemented for chunked array outputs").
+    """
+
+    def __init__(self, files: list[str], env_name: str | None = None):
+        self.env_name = env_name
+        self.groups = []  # (file, row group, first row)
+        self.num_rows = 0
+        for path in files:
+            try:
+                meta = pq.ParquetFile(path).metadata
+            except (OSError, pa.ArrowInvalid) as e:
+                raise DataError(f"data file {path!r}: {str(e).splitlines()[0]}") from None
+            first = 0
+            for g in range(meta.num_row_groups):
+                self.groups.append((path, g, first))
+                first += meta.row_group(g).num_rows
+            self.num_rows += first
+        if self.num_rows == 0:
+            raise DataError(f"no rows in {files}")
+
+    def first_rows(self, column: str) -> dict[str, str]:
+        """{value: "file row n"} of a column's distinct values, reading that column alone; for checks at the start."""
+        found: dict[str, str] = {}
+        for path, group, first in self.groups:
+            try:
+                values = pq.ParquetFile(path).read_row_group(group, columns=[column])[column].to_pylist()
+            except KeyError:
+                values = [None] * pq.ParquetFile(path).metadata.row_group(group).num_rows
+            for i, value in enumerate(values):
+                found.setdefault(value or "", f"{path} row {first + i}")
+        return found
+
+    def _read_group(self, g: int) -> Iterator[Sample]:
+        path, group, first = self.groups[g]
+        row_number = first
+        for batch in pq.ParquetFile(path).iter_batches(batch_size=16, row_groups=[group]):
+            for row in batch.to_pylist():
+                yield parse_row(row, f"{path} row {row_number}", os.path.dirname(path), self.env_name)
+                row_number += 1
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Every row once, in file order."""
+        for g in range(len(self.groups)):
+            yield from self._read_group(g)
+
+    def shuffled(self, seed: int) -> Iterator[Sample]:
+        """Rows without end: each epoch permutes the row groups and the rows within each; the same for any rank count."""
+        epoch = 0
+        while True:
+            rng = random.Random(f"{seed}-{epoch}")
+            for g in rng.sample(range(len(self.groups)), len(self.groups)):
+                rows = list(self._read_group(g))
+                rng.shuffle(rows)
+                yield from rows
+            epoch += 1
+
+
+# ---------------------------------------------------------------------------------------------------- images
+_RESAMPLING = {k: Image.Resampling[k.upper()] for k in ("box", "bilinear", "bicubic", "lanczos")}
+
+
+def view_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(width, height) of the model's view: multiples of `factor` (patch x merge), area within the bounds.
+
+    The rule is `smart_resize` of transformers' Qwen2VLImageProcessor, with one addition: enlarging to `min_pixels`
+    never goes above `max_pixels`.
+
+    >>> view_size(672, 672, factor=28, min_pixels=56 * 56, max_pixels=112 * 112)
+    (112, 112)
+    """
+    w, h = max(factor, round(width / factor) * factor), max(factor, round(height / factor) * factor)
+    if w * h < min_pixels:
+        scale = math.sqrt(min_pixels / (width * height))
+        w, h = (math.ceil(side * scale / factor) * factor for side in (width, height))
+    if w * h > max_pixels:
+        scale = math.sqrt(max_pixels / (width * height))
+        w, h = (max(factor, math.floor(side * scale / factor) * factor) for side in (width, height))
+    return w, h
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """How the model's view of an image is made: shared by prompts and observations, by training and evaluation."""
+
+    factor: int  # patch_size x merge_size
+    min_pixels: int
+    max_pixels: int
+    resampling: str
+
+    def make_view(self, image: Image.Image) -> Image.Image:
+        """The picture the model sees, RGB."""
+        size = view_size(*image.size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        image = image.convert("RGB")
+        return image if image.size == size else image.resize(size, _RESAMPLING[self.resampling])
+
+
+def decode_image(data: bytes, where: str) -> Image.Image:
+    """Encoded bytes -> PIL image with its pixels loaded. Raises DataError naming the row."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+        raise DataError(f"{where}: an image cannot be decoded ({e})") from None
+    return image
+
+
+@dataclass(frozen=True)
+class View:
+    """An image as the model sees it, with its content hash: equal hash means equal pixels."""
+
+    image: Image.Image
+    uuid: str
+
+    @classmethod
+    def of(cls, image: Image.Image) -> "View":
+        digest = hashlib.sha256(str(image.size).encode())
+        digest.update(image.tobytes())
+        return cls(image, digest.hexdigest())
+
+
+# ---------------------------------------------------------------------------------------------------- text
+class Codec:
+    """Text, chat markers and image slots -> token ids, for one model folder.
+
+    What differs between model families is read from the folder's own config, tokenizer and processor. Text that comes
+    from a user, a data file or a tool is encoded with special tokens switched off: `<|im_end|>` written there stays
+    plain characters. Turn markers (ChatML, as in the Qwen chat templates) are added as ids.
+    """
+
+    def __init__(self, folder: str):
+        try:
+            self.config = AutoConfig.from_pretrained(folder)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as e:
+            raise DataError(f"model folder {folder!r}: {str(e).splitlines()[0]}") from None
+        self.has_vision = hasattr(self.config, "vision_config")
+        if self.has_vision:
+            self.image_processor = AutoProcessor.from_pretrained(folder).image_processor
+            self.merge_size = self.config.vision_config.spatial_merge_size
+            self.patch_size = self.config.vision_config.patch_size
+            self.image_token_id = self.config.image_token_id
+        self._plain = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+        special = self.tokenizer.get_added_vocab()
+        need = ["<|im_start|>", "<|im_end|>"] + ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"] * self.has_vision
+        missing = [t for t in need if t not in special]
+        if missing:
+            raise DataError(f"model folder {folder!r}: the tokenizer lacks {', '.join(missing)}; only ChatML models are supported")
+        self.im_start, self.im_end = special["<|im_start|>"], special["<|im_end|>"]
+        if self.has_vision:
+            self.vision_start, self.vision_end = special["<|vision_start|>"], special["<|vision_end|>"]
+        # Some templates (Qwen2-VL) put a system turn before a conversation that has none.
+        self._default_system: list[int] = []
+        if self.tokenizer.chat_template or self.has_vision:
+            template = self.tokenizer if self.tokenizer.chat_template else AutoProcessor.from_pretrained(folder)
+            rendered = template.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+            self._default_system = self.encode_slots(rendered.split("<|im_start|>user")[0], markers=True)
+        # Ids the policy must never sample: vision and chat control tokens, and the padded rows of the embedding.
+        # `<think>`, `<tool_call>` and the like are added tokens too, but not special ones: they stay.
+        self.vocab_size = self.config.get_text_config().vocab_size
+        self.stop_ids = [self.im_end]
+        chat_control = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+        self.banned_ids = sorted((chat_control | set(range(len(self.tokenizer), self.vocab_size))) - set(self.stop_ids))
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text; special tokens written in it stay plain characters."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """For parsing a call and for showing; never encoded again."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def image_ids(self) -> list[int]:
+        """An image slot in the engine's view: ONE pad between its markers."""
+        return [self.vision_start, self.image_token_id, self.vision_end]
+
+    def encode_slots(self, text: str, *, markers: bool = False) -> list[int]:
+        """Text with `<image>` slots, engine view. `markers=True` honours `<|im_start|>` and `<|im_end|>` in the text."""
+        ids = []
+        for part in re.split(r"(<image>|<\|im_start\|>|<\|im_end\|>)" if markers else "(<image>)", text):
+            if part == "<image>":
+                ids += self.image_ids()
+            elif markers and part in ("<|im_start|>", "<|im_end|>"):
+                ids.append(self.im_start if part == "<|im_start|>" else self.im_end)
+            elif part:
+                ids += self.encode(part)
+        return ids
+
+    def encode_chat(self, messages: list[dict]) -> list[int]:
+        """Chat messages between turn markers, then the start of the assistant's turn; engine view."""
+        ids = []
+        for m in messages:
+            ids += [self.im_start, *self.encode(m["role"] + "\n"), *self.encode_slots(m["content"]), self.im_end, *self.encode("\n")]
+        return ids + [self.im_start, *self.encode("assistant\n")]
+
+    def encode_prompt(self, messages: list[dict]) -> list[int]:
+        """A conversation from the data: as `encode_chat`, after the template's default system turn where it has one."""
+        return (self._default_system if messages[0]["role"] != "system" else []) + self.encode_chat(messages)
+
+    def num_image_tokens(self, size: tuple[int, int]) -> int:
+        """Trainer tokens of a view, from its (width, height) alone."""
+        return (size[0] // (self.patch_size * self.merge_size)) * (size[1] // (self.patch_size * self.merge_size))
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
+        """The (t, h, w) patch grid of a view."""
+        return (1, size[1] // self.patch_size, size[0] // self.patch_size)
+
+    def expand(self, engine_ids: list[int], sizes: list[tuple[int, int]]) -> list[int]:
+        """Engine view -> trainer view: the k-th pad becomes as many pads as the k-th view takes."""
+        if not self.has_vision:
+            return list(engine_ids)
+        out, k = [], 0
+        for t in engine_ids:
+            if t == self.image_token_id:
+                if k == len(sizes):
+                    raise ValueError(f"more image pads than the {len(sizes)} images")
+                out += [t] * self.num_image_tokens(sizes[k])
+                k += 1
+            else:
+                out.append(t)
+        if k != len(sizes):
+            raise ValueError(f"{k} image pads, but {len(sizes)} images")
+        return out
+
+    def pixel_values(self, images: list[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views -> (`pixel_values`, `image_grid_thw`) from the model's own processor, which resizes nothing."""
+        out = self.image_processor(images=images, do_resize=False, return_tensors="pt")
+        expected = torch.tensor([self.grid(i.size) for i in images])
+        if not torch.equal(out["image_grid_thw"], expected):
+            raise ValueError(f"the processor made grids {out['image_grid_thw'].tolist()}, expected {expected.tolist()}")
+        return out["pixel_values"], out["image_grid_thw"]
+
+
+# ---------------------------------------------------------------------------------------------------- micro-batches
+@dataclass
+class MicroBatch:
+    """Padded rows of whole trajectories. Everything per token is aligned with `input_ids`: entry t speaks about token t.
+
+    `pixel_values` hold each distinct image once; `image_index[k]` says which of them the k-th image slot shows.
+    """
+
+    input_ids: torch.Tensor  # (B, L)
+    attention_mask: torch.Tensor  # (B, L)
+    position_ids: torch.Tensor  # (3, B, L)
+    response_mask: torch.Tensor  # (B, L) bool
+    advantages: torch.Tensor  # (B, L)
+    rollout_logprobs: torch.Tensor  # (B, L)
+    pixel_values: torch.Tensor | None = None  # (patches, dim)
+    image_grid_thw: torch.Tensor | None = None  # (distinct images, 3)
+    image_index: torch.Tensor | None = None  # (image slots,)
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(**{k: v if v is None else v.to(device) for k, v in vars(self).items()})
+
+
+_PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
+
+
+def make_microbatches(rows: list, codec: Codec, max_tokens: int, pad_id: int = 0) -> list[MicroBatch]:
+    """Trajectories (with `tokens`, `response_mask`, `rollout_logprobs`, `advantages`, `views`) -> micro-batches.
+
+    Rows of similar length go together; a micro-batch holds at most `max_tokens` tokens, padding counted, and at least
+    one row. How rows are laid out is this function's own business: the loss is a sum over response tokens.
+    """
+    order = sorted(rows, key=lambda r: -len(r.tokens))
+    chunks, start = [], 0
+    while start < len(order):
+        size = max(1, max_tokens // len(order[start].tokens))
+        chunks.append(order[start : start + size])
+        start += size
+    return list(_PIXEL_THREADS.map(lambda c: pad_rows(c, codec, pad_id), chunks))
+
+
+def pad_rows(rows: list, codec: Codec, pad_id: int = 0) -> MicroBatch:
+    B, L = len(rows), max(len(r.tokens) for r in rows)
+    batch = MicroBatch(
+        input_ids=torch.full((B, L), pad_id),
+        attention_mask=torch.zeros(B, L, dtype=torch.long),
+        position_ids=torch.zeros(3, B, L, dtype=torch.long),
+        response_mask=torch.zeros(B, L, dtype=torch.bool),
+        advantages=torch.zeros(B, L),
+        rollout_logprobs=torch.zeros(B, L),
+    )
+    distinct: dict[str, int] = {}
+    images, index = [], []
+    for b, r in enumerate(rows):
+        n = len(r.tokens)
+        tokens = torch.tensor(r.tokens)
+        batch.input_ids[b, :n] = tokens
+        batch.attention_mask[b, :n] = 1
+        batch.response_mask[b, :n] = torch.tensor(r.response_mask, dtype=torch.bool)
+        batch.advantages[b, :n] = torch.as_tensor(r.advantages, dtype=torch.float32)
+        batch.rollout_logprobs[b, :n] = torch.tensor(r.rollout_logprobs)
+        if codec.has_vision:
+            grids = torch.tensor([codec.grid(v.image.size) for v in r.views]).view(-1, 3)
+            batch.position_ids[:, b, :n] = rope_positions(tokens, grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size)
+        else:
+            batch.position_ids[:, b, :n] = torch.arange(n)
+        for v in r.views:
+            if v.uuid not in distinct:
+                distinct[v.uuid] = len(images)
+                images.append(v.image)
+            index.append(distinct[v.uuid])
+    if images:
+        batch.pixel_values, batch.image_grid_thw = codec.pixel_values(images)
+        batch.image_index = torch.tensor(index)
+    return batch
+
+
+def add_blank_image(batch: MicroBatch, codec: Codec) -> None:
+    """Gives a text-only micro-batch an image that no token shows.
+
+    Under FSDP a rank that skips the vision tower skips its collectives, and the others wait for ever.
+    """
+    if batch.pixel_values is None:
+        side = codec.patch_size * codec.merge_size
+        batch.pixel_values, batch.image_grid_thw = codec.pixel_values([Image.new("RGB", (side, side))])
+        batch.image_index = torch.zeros(0, dtype=torch.long)
+
+
+def write_parquet(path: str, rows: list[dict], row_group_size: int = 64) -> None:
+    """Rows in VeRL's format -> parquet, in row groups small enough to be read one at a time."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    tmp = f"{path}.tmp"
+    pq.write_table(pa.Table.from_pylist(rows), tmp, row_group_size=row_group_size, compression="none")
+    os.replace(tmp, path)

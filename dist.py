@@ -1,0 +1,60 @@
+"""Start-up of several ranks and the few collectives; on one process each of them does nothing."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as torch_dist
+
+# Read once, at import: vLLM overwrites LOCAL_WORLD_SIZE while it starts.
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+IS_MAIN = RANK == 0
+
+
+def init() -> None:
+    """Joins the ranks that torchrun started. Call it after the engine exists: its forked children must not inherit the group."""
+    if WORLD_SIZE > 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch_dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+
+
+def finish() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def barrier() -> None:
+    if WORLD_SIZE > 1:
+        torch_dist.barrier()
+
+
+def gather(value) -> list:
+    """Everyone's value (anything that pickles), in rank order, on every rank."""
+    if WORLD_SIZE == 1:
+        return [value]
+    values = [None] * WORLD_SIZE
+    torch_dist.all_gather_object(values, value)
+    return values
+
+
+def total(value: float) -> float:
+    """Sum over ranks."""
+    return sum(gather(value))
+
+
+def largest(value: float) -> float:
+    """Maximum over ranks."""
+    return max(gather(value))
+
+
+def merge_means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """{"name": (sum, count)} of every rank -> {"name": mean}: added over ranks first, divided once."""
+    merged: dict[str, tuple[float, float]] = {}
+    for part in gather(sums):
+        for name, (s, n) in part.items():
+            before = merged.get(name, (0.0, 0.0))
+            merged[name] = (before[0] + s, before[1] + n)
+    return {name: s / n for name, (s, n) in merged.items() if n}

@@ -1,0 +1,329 @@
+"""The engine: one vLLM `AsyncLLM`, started, fed token ids, given new weights.
+
+The rollout talks to it through `generate`, `push`, `loop` and `close` alone, so that a scripted engine (tests) or a
+remote one can stand in. Weights travel through vLLM's weight-transfer interface: its own `ipc` backend on a GPU, and the
+small `shm` backend below on CPU, registered the same way and driven by the same four calls.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import torch
+
+# vLLM reads its environment at import. Passive waiting: idle OpenMP threads leave the cores to whoever works.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from vllm import SamplingParams, TokensPrompt
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    ModuleSource,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from data import Codec, View
+
+
+@dataclass
+class Generation:
+    """One turn as the engine sampled it; the stop token, if there is one, is the last id."""
+
+    ids: list[int]
+    logprobs: list[float]  # of the distribution that was sampled from: temperature and bans included
+    stopped: bool  # False: the length limit ended it
+    version: int  # of the weights that sampled it
+
+
+class VLLMEngine:
+    """An `AsyncLLM` on this rank's device. Create it before torch.distributed: forked children would inherit the group."""
+
+    def __init__(
+        self,
+        folder: str,
+        codec: Codec,
+        *,
+        max_len: int,
+        max_images: int,
+        max_num_seqs: int,
+        dtype: str = "float32",
+        seed: int = 0,
+        block_size: int = 32,
+        kv_cache_mb: int = 0,
+        gpu_frac: float = 0.6,
+        tensor_parallel: int = 1,
+        threads: int = 0,
+        stop: tuple[str, ...] = (),
+    ):
+        self.codec, self.stop = codec, list(stop)
+        self.loop = asyncio.new_event_loop()
+        self.version = 0
+        self._requests = 0
+        self._sender = None
+        on_cpu = not torch.cuda.is_available()
+        options = {}
+        if codec.has_vision:
+            # Views come in their final size: the processor must not resize again. The processor cache makes one image
+            # pass preprocessing once per step; prompts of a group share it.
+            options = dict(
+                limit_mm_per_prompt={"image": max_images, "video": 0},
+                mm_processor_kwargs={"do_resize": False},
+                mm_processor_cache_gb=0.5,
+            )
+        if on_cpu:
+            # Eager: nothing to compile or warm up, the engine starts in seconds. Whole prompts: a seeded request whose
+            # prompt is prefilled in chunks kills the CPU worker ("CPU Generator does not use offset").
+            options |= dict(enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(16384, max_len))
+        else:
+            options |= dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_frac)
+        args = AsyncEngineArgs(
+            model=folder,
+            dtype=dtype,
+            max_model_len=max_len,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            kv_cache_memory_bytes=kv_cache_mb << 20 or None,
+            tensor_parallel_size=tensor_parallel,
+            seed=seed,
+            logprobs_mode="processed_logprobs",  # after temperature and bans; raw ones would not match what was sampled
+            generation_config="vllm",  # the folder's own sampling defaults (top_p, ...) must not leak into training
+            weight_transfer_config=WeightTransferConfig(backend="shm" if on_cpu else "ipc"),
+            disable_log_stats=True,
+            **options,
+        )
+        before = dict(os.environ)
+        if on_cpu and threads:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        config = args.create_engine_config()
+        if config.model_config.logprobs_mode != "processed_logprobs":
+            raise RuntimeError(f"the engine reports {config.model_config.logprobs_mode}, not processed_logprobs")
+        if on_cpu:
+            # Forked engine processes start in a fifth of the time of spawned ones, and a single worker can live in the
+            # engine's own process; vLLM sets both otherwise while it makes the config.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+            if tensor_parallel == 1:
+                config.parallel_config.distributed_executor_backend = "uni"
+
+        async def start():
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+        self.llm = self.loop.run_until_complete(start())
+        for key in ("OMP_NUM_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
+            os.environ.pop(key, None)
+            os.environ.update({key: before[key]} if key in before else {})
+
+    async def generate(self, ids: list[int], views: list[View], *, max_tokens: int, temperature: float, seed: int) -> Generation:
+        """Samples one turn after `ids` (engine view: one pad per image). Temperature 0 is greedy."""
+        pads = ids.count(self.codec.image_token_id) if self.codec.has_vision else 0
+        if pads != len(views):  # vLLM would go on silently with wrong positions
+            raise ValueError(f"{pads} image pads, but {len(views)} images")
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        if views:
+            prompt["multi_modal_data"] = {"image": [v.image for v in views]}
+            prompt["multi_modal_uuids"] = {"image": [v.uuid for v in views]}
+        params = SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+            stop_token_ids=self.codec.stop_ids,
+            stop=self.stop or None,
+            include_stop_str_in_output=True,
+            detokenize=bool(self.stop),
+            logit_bias={i: -100.0 for i in self.codec.banned_ids} or None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        self._requests += 1
+        async for final in self.llm.generate(prompt, params, str(self._requests)):
+            out = final.outputs[0]
+        return Generation(list(out.token_ids), list(out.logprobs.logprobs), out.finish_reason == "stop", self.version)
+
+    def run(self, coroutine):
+        """Runs a coroutine on the engine's event loop from the training thread."""
+        return self.loop.run_until_complete(coroutine)
+
+    # ------------------------------------------------------------------------------------------------ weights
+    def push(self, module: torch.nn.Module, version: int) -> None:
+        """Streams every parameter of `module` (Hugging Face names) into the engine and resets its caches.
+
+        With several ranks all of them call this together: gathering a sharded parameter is a collective.
+        """
+        if self._sender is None:
+            if torch.cuda.is_available():
+                from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+                info = IPCTrainerInitInfo(rank=0, packed=True)
+            else:
+                info = ShmTrainerInitInfo(rank=0)  # each rank drives its own engine
+            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(module))
+        self.version = version
+        self._sender.send_weights()
+        self.run(self._reset_caches())
+
+    async def _reset_caches(self) -> None:
+        # All three: keys and values, image features and processed images computed with the old weights are wrong now.
+        if not await self.llm.reset_prefix_cache():
+            raise RuntimeError("the engine refused to reset its prefix cache: requests are still running")
+        if self.codec.has_vision:
+            await self.llm.reset_mm_cache()
+            await self.llm.reset_encoder_cache()
+
+    # vLLM's VLLMWeightSyncClient protocol: what a sender needs of its engine.
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.run(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def start_weight_update(self) -> None:
+        self.run(self.llm.start_weight_update())
+
+    def update_weights(self, update_info) -> None:
+        self.run(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.run(self.llm.finish_weight_update(str(self.version)))
+
+    def close(self) -> None:
+        """Stops the engine's processes; safe to call twice."""
+        if self.llm is not None:
+            llm, self.llm = self.llm, None
+            llm.shutdown()
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0))  # lets them end
+            self.loop.close()
+
+
+# ---------------------------------------------------------------------------------------------------- the shm backend
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    path: str  # a file in shared memory, mapped by both sides
+    num_params: int  # that one whole update brings
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: where each parameter lies in the file."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]
+
+
+@dataclass
+class ShmTrainerInitInfo(TrainerInitInfo):
+    backend: ClassVar[str] = "shm"
+    bucket_bytes: int = 256 << 20  # bound on the memory that a push takes, unless one parameter is larger
+
+
+class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Engine side: copies parameters out of the shared file. A parameter not sent, or not taken, is an error."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        self.info = init_info
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.wanted = {name for name, _ in self.model.named_parameters()}
+        self.received: set[str] = set()
+        self.taken: set[str] = set()
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        # Named on purpose: the mapping may not be written by this side, and goes when the bucket is loaded.
+        memory = torch.UntypedStorage.from_file(self.info.path, True, os.path.getsize(self.info.path))
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, dtype, shape, offset in zip(
+                update_info.names, update_info.dtypes, update_info.shapes, update_info.offsets, strict=True
+            ):
+                self.received.add(name)
+                view = torch.empty(0, dtype=getattr(torch, dtype))
+                view.set_(memory, offset // view.element_size(), shape)
+                yield name, view.clone()  # the loader may keep it until its layer is whole
+
+        self.taken |= self.model.load_weights(weights())
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            # vLLM's CPU matmul keeps a packed copy of an output head. A tied head gets no weights of its own, and its
+            # copy would stay that of the old embedding.
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)
+        if len(self.received) != self.info.num_params:
+            raise RuntimeError(f"weight push: {len(self.received)} parameters came, {self.info.num_params} were announced")
+        missing = sorted(self.wanted - self.taken)
+        if missing:
+            raise RuntimeError(f"weight push: {len(missing)} of the engine's parameters were not sent, such as {missing[:3]}")
+
+    def shutdown(self) -> None:
+        pass
+
+
+class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
+    """Trainer side: parameters go into a file in shared memory, bucket by bucket, then one call per bucket."""
+
+    init_info_cls = ShmTrainerInitInfo
+
+    @classmethod
+    def trainer_init(cls, init_info, *, client, source=None):
+        sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        meta = source.metadata()
+        sizes = [_aligned(m.dtype.itemsize * torch.Size(m.shape).numel()) for m in meta]
+        sender.capacity = max(min(sum(sizes), init_info.bucket_bytes), max(sizes))
+        sender.file = tempfile.NamedTemporaryFile(prefix="nanoeyes-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        os.truncate(sender.file.name, sender.capacity)
+        sender.memory = torch.UntypedStorage.from_file(sender.file.name, True, sender.capacity)
+        client.init_weight_transfer_engine(asdict(ShmInitInfo(sender.file.name, len(meta))))
+        return sender
+
+    def send_weights(self) -> None:
+        self.client.start_weight_update()
+        bucket, used = ShmUpdateInfo([], [], [], []), 0
+        for name, tensor in self.source:  # gathers shards: the same order on every rank
+            size = _aligned(tensor.nbytes)
+            if used + size > self.capacity:
+                self.client.update_weights(asdict(bucket))
+                bucket, used = ShmUpdateInfo([], [], [], []), 0
+            target = torch.empty(0, dtype=tensor.dtype)
+            target.set_(self.memory, used // target.element_size(), tensor.shape)
+            target.copy_(tensor.detach())
+            bucket.names.append(name)
+            bucket.dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            bucket.shapes.append(list(tensor.shape))
+            bucket.offsets.append(used)
+            used += size
+        self.client.update_weights(asdict(bucket))
+        self.client.finish_weight_update()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+WeightTransferEngineFactory.register_engine("shm", "engine", "ShmWeightReceiver")
+WeightTransferTrainerFactory.register_engine("shm", "engine", "ShmWeightSender")

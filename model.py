@@ -1,0 +1,160 @@
+"""The policy under accelerate: forward to log-probabilities, the stream of weights for the engine, loading and saving."""
+
+import os
+import shutil
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from data import DataError, MicroBatch
+from losses import token_logprobs
+
+
+# ---------------------------------------------------------------------------------------------------- CPU fast paths
+def _varlen_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **_):
+    """Attention within segments of one long row, (1, H, T, D) -> (1, T, H, D): equal segments run as one batch.
+
+    transformers calls sdpa once per image; a step of the toy has hundreds of images of few sizes.
+    """
+    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+    starts = cu_seq_lens_q.tolist()
+    out = torch.empty_like(query)
+    for n in sorted(set(lengths)):
+        if len(set(lengths)) == 1:
+            at = slice(None)
+        else:
+            at = torch.cat([torch.arange(s, s + n) for s, k in zip(starts, lengths, strict=False) if k == n])
+        q, k, v = (x[0, :, at].unflatten(1, (-1, n)).transpose(0, 1) for x in (query, key, value))  # (S, H, n, D)
+        o = F.scaled_dot_product_attention(q, k, v, scale=scaling)
+        out[0, :, at] = o.transpose(0, 1).flatten(1, 2)
+    return out.transpose(1, 2), None
+
+
+# transformers hands segment bounds to attention functions whose name contains "flash", and to no other.
+AttentionInterface.register("cpu_flash_varlen", _varlen_attention)
+
+
+def _linear_patch_embed(patch_embed: nn.Module) -> None:
+    """The patch embedding as a matmul: its Conv3d has one output position per patch, and is much slower on CPU."""
+    proj = patch_embed.proj
+    patch_embed.forward = lambda x: F.linear(x.flatten(1).to(proj.weight.dtype), proj.weight.flatten(1), proj.bias)
+
+
+def use_cpu_fast_paths(lm: nn.Module) -> None:
+    """Same mathematics, faster without a GPU (tests/test_model.py compares)."""
+    if hasattr(lm.config, "vision_config"):
+        lm.set_attn_implementation({"vision_config": "cpu_flash_varlen"})
+        _linear_patch_embed(lm.model.visual.patch_embed)
+
+
+def load_lm(folder: str, dtype: torch.dtype) -> nn.Module:
+    """The model of a Hugging Face folder, ready to train; on a machine without a GPU with the fast paths above."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+        lm = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as e:
+        raise DataError(f"model folder {folder!r}: {str(e).splitlines()[0]}") from None
+    if not torch.cuda.is_available():
+        use_cpu_fast_paths(lm)
+    return lm
+
+
+# ---------------------------------------------------------------------------------------------------- policy
+class Policy(nn.Module):
+    """A Hugging Face model whose forward gives the log-probabilities of a micro-batch's response tokens.
+
+    One root module: under FSDP every parameter must be reached through the root's forward.
+    """
+
+    def __init__(self, lm: nn.Module, banned_ids: list[int]):
+        super().__init__()
+        self.lm = lm
+        self.register_buffer("banned", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
+
+    def hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Last hidden states, (B, L, H). Each distinct image passes the vision tower once."""
+        images, unused = {}, 0.0
+        if batch.pixel_values is not None:
+            features = self.lm.model.get_image_features(batch.pixel_values, batch.image_grid_thw)
+            per_image = features.pooler_output
+            unused = 0 * sum(f.sum() for f in per_image)  # a blank image (data.add_blank_image) still takes part
+            if len(batch.image_index):
+                features.pooler_output = tuple(per_image[i] for i in batch.image_index.tolist())
+                images["mm_encoder_outputs"] = {"image": features}
+        hidden = self.lm.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **images,
+        ).last_hidden_state
+        return hidden + unused
+
+    def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropy), each (B, L), aligned with the tokens; see `losses.token_logprobs`."""
+        head = self.lm.get_output_embeddings().weight
+        return token_logprobs(
+            self.hidden(batch), batch.input_ids, batch.response_mask, head, temperature=temperature, banned=self.banned
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- accelerate
+def prepare(policy: Policy, optimizer: torch.optim.Optimizer, *, world_size: int, dtype: torch.dtype):
+    """(accelerator, policy, optimizer): plain on one process, FSDP2 on several, on GPUs as on CPUs.
+
+    Master weights stay float32; compute runs in `dtype`, gradients are reduced in float32. Decoder layers and vision
+    blocks are the units of sharding, the rest (embeddings, output head) belongs to the root.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if world_size == 1:
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
+        return accelerator, *accelerator.prepare(policy, optimizer)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted(policy.lm._no_split_modules),
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin)
+    if on_cpu:  # accelerate takes FSDP for a GPU matter and would fall back to DDP without a word
+        PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    if accelerator.num_processes != world_size:
+        raise RuntimeError(f"accelerate runs {accelerator.num_processes} processes, torchrun started {world_size}")
+    if not all(isinstance(p, DTensor) for p in policy.parameters()):
+        raise RuntimeError("the policy's parameters are not sharded: FSDP2 did not take effect")
+    return accelerator, policy, optimizer
+
+
+def clip_grad_norm(policy: Policy, max_norm: float) -> float:
+    """Clips the gradient to `max_norm` (0 = no clipping) and returns its global norm before that."""
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm or float("inf"))
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def save_hf(policy: Policy, accelerator: Accelerator, source: str, folder: str) -> None:
+    """Writes a Hugging Face folder that transformers and vLLM load. All ranks call it; the first one writes.
+
+    Everything but the weights is copied from `source`, the folder the policy came from.
+    """
+    full = {n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in policy.lm.named_parameters()}
+    if accelerator.is_main_process:
+        tmp = f"{folder}.tmp"
+        shutil.rmtree(tmp, ignore_errors=True)
+        os.makedirs(tmp)
+        for name in os.listdir(source):
+            if os.path.isfile(os.path.join(source, name)) and not name.endswith((".safetensors", ".bin", ".index.json")):
+                shutil.copy(os.path.join(source, name), tmp)
+        policy.lm.save_pretrained(tmp, state_dict={n: p.cpu().contiguous() for n, p in full.items()})
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(tmp, folder)

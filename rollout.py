@@ -1,0 +1,321 @@
+"""The multi-turn loop: generate, parse, run the tool, append, again. Every trajectory is a coroutine of its own.
+
+    tokens            | prompt: text + image pads | turn 1: sampled ... stop | observation: text + image pads | turn 2 ... stop |
+    response_mask     | 0 0 0 0 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 1 1 1 1 | 0 0 0 0 0 0 0 0 0 0 0 0 0 0  | 1 1 1 1 1 1 1 1 |
+    rollout_logprobs  |             0             |       from vLLM         |               0               |    from vLLM     |
+    rewards           |             0             | 0 0 0 ..... tool reward |               0               | 0 ...... outcome |
+
+Tokens in, tokens out: what the engine sampled is what is trained on, id for id; text is decoded to find a call and to
+show, and never encoded again. A sequence has two views: the engine's, with ONE pad per image, and the trainer's, with as
+many as the image takes. All budgets count the trainer's.
+"""
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from PIL import Image
+
+from data import Codec, ImageRules, Sample, View, decode_image
+from tools import Observation, ToolBase, ToolError, error_observation
+
+FINISH_REASONS = (
+    "answer",  # the tool said that the episode is over, with an answer
+    "stop",  # the turn ended and there was nothing to carry out (or no tool at all)
+    "length",  # a turn reached its limit, or the response did
+    "max_turns",
+    "obs_overflow",  # an observation did not fit and was dropped whole
+    "tool_error_limit",
+    "timeout",
+    "invalid",  # broke an invariant; leaves the batch
+)
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    """Bounds of a trajectory. Lengths are trainer tokens, times are seconds."""
+
+    max_prompt_len: int
+    max_response_len: int  # observations included
+    max_turn_len: int  # sampled tokens
+    max_turns: int
+    max_tool_errors: int
+    tool_timeout: float
+    trajectory_timeout: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a sequence in both views, with the images in it."""
+
+    engine_ids: list[int]
+    tokens: list[int]
+    views: list[View]
+
+
+@dataclass(frozen=True)
+class Prompt(Piece):
+    """A sample made ready once for all trajectories of its group."""
+
+    sample: Sample
+    originals: list[Image.Image]
+
+
+@dataclass
+class Trajectory:
+    """One rollout. The lists per token are parallel; entry t speaks about token t."""
+
+    sample: Sample
+    group_id: int
+    engine_ids: list[int]  # engine view
+    tokens: list[int]  # trainer view
+    response_mask: list[int]
+    rollout_logprobs: list[float]
+    rewards: list[float]
+    views: list[View]  # in order of appearance, prompt images first
+    prompt_len: int
+    turn_texts: list[str] = field(default_factory=list)  # what was sampled, for parsing and for people
+    calls: list[dict] = field(default_factory=list)  # info of each call, with `turn` and `num_images`
+    versions: list[int] = field(default_factory=list)  # policy_version that sampled each turn
+    finish_reason: str = ""
+    reward_parts: dict = field(default_factory=dict)
+    advantage: float = 0.0
+    why_invalid: str = ""
+
+    @classmethod
+    def start(cls, prompt: Prompt, group_id: int) -> "Trajectory":
+        n = len(prompt.tokens)
+        return cls(
+            prompt.sample, group_id, list(prompt.engine_ids), list(prompt.tokens), [0] * n, [0.0] * n, [0.0] * n,
+            list(prompt.views), n,
+        )  # fmt: skip
+
+    @property
+    def response_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.response_mask)
+
+    @property
+    def sampled_text(self) -> str:
+        return "".join(self.turn_texts)
+
+    @property
+    def advantages(self) -> list[float]:
+        """GRPO: the trajectory's advantage on every sampled token."""
+        return [self.advantage * m for m in self.response_mask]
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards)
+
+    def append_sampled(self, ids: list[int], logprobs: list[float], version: int) -> None:
+        self.engine_ids += ids
+        self.tokens += ids
+        self.response_mask += [1] * len(ids)
+        self.rollout_logprobs += logprobs
+        self.rewards += [0.0] * len(ids)
+        self.versions.append(version)
+
+    def append_observation(self, piece: Piece) -> None:
+        n = len(piece.tokens)
+        self.engine_ids += piece.engine_ids
+        self.tokens += piece.tokens
+        self.response_mask += [0] * n
+        self.rollout_logprobs += [0.0] * n
+        self.rewards += [0.0] * n
+        self.views += piece.views
+
+    def check(self, codec: Codec) -> str:
+        """The first broken invariant in words, "" if all hold."""
+        lengths = {len(self.tokens), len(self.response_mask), len(self.rollout_logprobs), len(self.rewards)}
+        if len(lengths) != 1:
+            return f"parallel lists have lengths {sorted(lengths)}"
+        if self.response_mask[0] != 0 or self.response_mask[-1] != 1:
+            return "the response mask must start at 0 and end at 1"
+        sampled = [(t, p) for t, p, m in zip(self.tokens, self.rollout_logprobs, self.response_mask, strict=True) if m]
+        if not all(math.isfinite(p) for _, p in sampled):
+            return "a sampled token has no finite logprob"
+        banned = set(codec.banned_ids)
+        if any(t in banned for t, _ in sampled):
+            return "a banned token was sampled"
+        if codec.has_vision:
+            pads = self.tokens.count(codec.image_token_id)
+            need = sum(codec.num_image_tokens(v.image.size) for v in self.views)
+            if pads != need:
+                return f"{pads} image pads, but the images take {need}"
+            if self.tokens != codec.expand(self.engine_ids, [v.image.size for v in self.views]):
+                return "the trainer's view is not the engine's, expanded"
+        return ""
+
+
+class Rollout:
+    """Everything a trajectory needs, apart from its prompt: engine, codec, image rules, limits, tools and reward.
+
+    `reward` maps a finished trajectory to {"score", parts...}, plain or async; a score of None takes it out of the batch.
+    """
+
+    def __init__(self, engine, codec: Codec, rules: ImageRules, limits: RolloutLimits, reward, tool_kwargs: dict, seed: int, threads: int = 4):
+        self.engine, self.codec, self.rules, self.limits = engine, codec, rules, limits
+        self.reward, self.tool_kwargs, self.seed = reward, tool_kwargs, seed
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="tools")  # tools and image work, off the event loop
+
+    # ------------------------------------------------------------------------------------------------ prompts
+    def prepare(self, sample: Sample) -> Prompt:
+        """Decodes the images, makes their views and tokenises: once per group. Raises DataError naming the row."""
+        originals = [decode_image(data, sample.where) for data in sample.images]
+        if originals and not self.codec.has_vision:
+            raise ValueError(f"{sample.where}: the row has images, but the model has no vision tower")
+        views = [View.of(self.rules.make_view(i)) for i in originals]
+        engine_ids = self.codec.encode_prompt(sample.prompt)
+        tokens = self.codec.expand(engine_ids, [v.image.size for v in views])
+        if len(tokens) > self.limits.max_prompt_len:
+            raise ValueError(f"{sample.where}: the prompt has {len(tokens)} tokens, images included; max_prompt_len is {self.limits.max_prompt_len}")
+        return Prompt(engine_ids, tokens, views, sample, originals)
+
+    # ------------------------------------------------------------------------------------------------ groups
+    async def run(self, samples: list[Sample], group_size: int, temperature: float, first_group: int = 0, on_end=None) -> list[Trajectory]:
+        """All trajectories of all groups, in order. Nothing waits for anything but its own turn.
+
+        Seeds depend on the group's number and the member's alone, so that a group's trajectories do not change with the
+        number of ranks. `on_end(trajectory)` is called as each one ends.
+        """
+        loop = asyncio.get_running_loop()
+
+        async def group(number: int, sample: Sample) -> list[Trajectory]:
+            prompt = await loop.run_in_executor(self.threads, self.prepare, sample)
+            members = (self.one(prompt, number, self.seed + number * group_size + k, temperature, on_end) for k in range(group_size))
+            return await asyncio.gather(*members)
+
+        groups = await asyncio.gather(*(group(first_group + i, s) for i, s in enumerate(samples)))
+        return [t for g in groups for t in g]
+
+    async def one(self, prompt: Prompt, group_id: int, seed: int, temperature: float, on_end=None) -> Trajectory:
+        """One trajectory with its reward."""
+        t = Trajectory.start(prompt, group_id)
+        try:
+            async with asyncio.timeout(self.limits.trajectory_timeout):
+                t.finish_reason = await self._turns(t, prompt, seed, temperature)
+        except TimeoutError:
+            t.finish_reason = "timeout"
+        t.why_invalid = t.check(self.codec)
+        if t.why_invalid:
+            t.finish_reason = "invalid"
+        else:
+            parts = self.reward(t)
+            t.reward_parts = await parts if inspect.isawaitable(parts) else parts
+            if t.reward_parts["score"] is not None:
+                t.rewards[-1] += t.reward_parts["score"]  # the last token is a sampled one
+        if on_end:
+            on_end(t)
+        return t
+
+    async def _turns(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> str:
+        """Appends turns to `t` until something ends it; returns the finish reason."""
+        tool, errors, limits = None, 0, self.limits
+        observation = Piece([], [], [])
+        if prompt.sample.env_name:
+            name = prompt.sample.env_name
+            tool = ToolBase.create(name, **self.tool_kwargs.get(name, {}))
+            views = {"image": [v.image for v in prompt.views]}
+            tool.reset(prompt.sample.prompt, views, {"image": prompt.originals})
+        for turn in range(limits.max_turns):
+            room = limits.max_response_len - t.response_len - len(observation.tokens)
+            if room < 1:
+                return "obs_overflow" if turn else "length"
+            # The observation joins the trajectory together with the turn that answers it, whatever happens in between:
+            # a trajectory never ends on an observation.
+            g = await self.engine.generate(
+                t.engine_ids + observation.engine_ids,
+                t.views + observation.views,
+                max_tokens=min(limits.max_turn_len, room),
+                temperature=temperature,
+                seed=seed + (turn << 32),
+            )
+            t.append_observation(observation)
+            t.append_sampled(g.ids, g.logprobs, g.version)
+            t.turn_texts.append(self.codec.decode(g.ids))
+            if not g.stopped:
+                return "length"
+            if tool is None:
+                return "stop"
+            result, reward, done, info = await self._execute(tool, t.turn_texts[-1])
+            t.rewards[-1] += reward
+            if "call" in info:
+                t.calls.append(info | {"turn": turn, "num_images": len(result.images)})
+                errors = 0 if info["ok"] else errors + 1
+            if done:
+                return info.get("finish_reason", "answer")
+            if errors >= limits.max_tool_errors:
+                return "tool_error_limit"
+            if turn == limits.max_turns - 1:
+                return "max_turns"
+            loop = asyncio.get_running_loop()
+            observation = await loop.run_in_executor(self.threads, self._render, result, g.ids[-1])
+        raise AssertionError("unreachable: the last turn returns")
+
+    async def _execute(self, tool: ToolBase, text: str) -> tuple[Observation, float, bool, dict]:
+        """One tool call under its time limit. Whatever goes wrong becomes an observation the policy can read."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.limits.tool_timeout):
+                if inspect.iscoroutinefunction(tool.execute):
+                    raw, reward, done, info = await tool.execute(text)
+                else:
+                    raw, reward, done, info = await loop.run_in_executor(self.threads, tool.execute, text)
+            return Observation.parse(raw), float(reward), bool(done), dict(info or {})
+        except TimeoutError:
+            message = f"no answer within {self.limits.tool_timeout:g} seconds"
+        except Exception as e:  # a tool is anyone's code: its failure is counted and shown to the policy
+            message = str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
+        return Observation.parse(error_observation(message)), 0.0, False, {"call": tool.name, "ok": False, "error": message}
+
+    def _render(self, observation: Observation, last_id: int) -> Piece:
+        """What follows `last_id`, as tokens and views. Runs in a thread."""
+        views = [View.of(self.rules.make_view(i)) for i in observation.images]
+        if isinstance(observation.text, str):
+            ids = self.codec.encode_slots(observation.text, markers=True)
+        else:
+            # A turn that a stop string ended has no end-of-turn token yet.
+            close = [] if last_id == self.codec.im_end else [self.codec.im_end]
+            ids = [*close, *self.codec.encode("\n"), *self.codec.encode_chat(observation.text)]
+        return Piece(ids, self.codec.expand(ids, [v.image.size for v in views]), views)
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Sums over this rank's valid trajectories as {"name": (sum, count)}, to be added over ranks and divided once."""
+    sums: dict[str, tuple[float, float]] = {}
+
+    def add(name: str, value) -> None:
+        if value is not None:
+            s, n = sums.get(name, (0.0, 0))
+            sums[name] = (s + float(value), n + 1)
+
+    for t in trajectories:
+        for reason in FINISH_REASONS:
+            add(f"finish/{reason}", t.finish_reason == reason)
+        if t.why_invalid:
+            continue
+        add("reward/mean", t.reward)
+        for part, value in t.reward_parts.items():
+            if part != "score":
+                add(f"{part}/mean", value)
+        executed = [c for c in t.calls if c["ok"] and c["num_images"]]
+        add("tool/rate", bool(executed))
+        add("tool/calls", len(t.calls))
+        add("tool/error_frac", sum(not c["ok"] for c in t.calls) / len(t.calls) if t.calls else None)
+        add("reward/with_tool" if executed else "reward/without_tool", t.reward)
+        add("turns/mean", len(t.turn_texts))
+        add("response_len/mean", t.response_len)
+        add("sampled_len/mean", t.num_sampled)
+    return sums
+
+
+def why_invalid(trajectories: list[Trajectory]) -> Counter:
+    """Reasons of dropped trajectories, counted."""
+    return Counter(t.why_invalid for t in trajectories if t.why_invalid)

@@ -1,0 +1,281 @@
+"""Agentic multimodal RL: a policy that reasons, calls tools in between, gets images back, and learns from the outcome.
+
+    uv run --extra cpu python train.py configs/toy.py                                # a laptop: two cores, no GPU
+    uv run --extra gpu torchrun --nproc-per-node 8 train.py configs/7b.py            # one node
+    uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:PORT train.py configs/7b.py
+
+One step: 1. roll out  2. reward (inside each rollout)  3. advantages  4. pack and count  5. old and reference logprobs
+6. update  7. push the weights to the engine  8. log, and once in a while evaluate and save.
+
+Departures from the textbook: GRPO without KL term and with one update per batch, so that the old logprobs are the current
+ones, detached, and step 5 costs nothing; the loss is a sum over all sampled tokens of the step, over all ranks, divided
+once by their number; trajectories whose advantage is exactly 0 count in that number, but take no forward pass.
+"""
+
+import fcntl
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import dist
+from config import Config, ConfigError, load_config
+
+# Before torch: idle OpenMP threads must leave the cores to whoever works, trainer or engine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+CORES = max(1, (os.cpu_count() or 1) // dist.LOCAL_WORLD_SIZE)
+
+import torch
+
+from data import Codec, DataError, ImageRules, ParquetData, add_blank_image, make_microbatches, pad_rows
+from engine import VLLMEngine
+from losses import clipped_policy_loss, grpo_advantages
+from model import Policy, clip_grad_norm, load_lm, prepare, save_hf
+from report import Report
+from reward import reward_function
+from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics, why_invalid
+from tools import ToolBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BOX_FRAMES = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}  # how each family was taught
+
+
+def prepare_data(cfg: Config) -> None:
+    """Runs `cfg.prepare` if a data file is missing. One rank does it, the others wait at the lock and find the files."""
+    files = cfg.train_files + cfg.eval_files
+    if cfg.prepare and not all(os.path.exists(f) for f in files):
+        os.makedirs(cfg.out_dir, exist_ok=True)
+        with open(os.path.join(cfg.out_dir, ".prepare.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not all(os.path.exists(f) for f in files):
+                print(f"making the data: python {cfg.prepare}", flush=True)
+                subprocess.run([sys.executable, *shlex.split(cfg.prepare)], check=True)
+
+
+def check_data(data: ParquetData) -> None:
+    """Every row's tool and reward must exist, or the run would stop in the middle. Raises DataError naming a row."""
+    for column, find in (("env_name", lambda name: name and ToolBase.create(name)), ("data_source", reward_function)):
+        for value, where in data.first_rows(column).items():
+            try:
+                find(data.env_name if column == "env_name" and data.env_name is not None else value)
+            except ValueError as e:
+                raise DataError(f"{where}: {e}") from None
+
+
+class Learner:
+    """What the step works on: the policy with its optimizer, and the probe that watches the engine's copy of it."""
+
+    def __init__(self, cfg: Config, codec: Codec):
+        self.cfg, self.codec = cfg, codec
+        lm = load_lm(cfg.model, torch.float32)  # master weights
+        if cfg.freeze_vision and codec.has_vision:
+            lm.model.visual.requires_grad_(False)
+        if cfg.gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = Policy(lm, codec.banned_ids)
+        optimizer = torch.optim.AdamW(
+            (p for p in policy.parameters() if p.requires_grad), cfg.lr, betas=tuple(cfg.adam_betas), weight_decay=cfg.weight_decay
+        )
+        self.accelerator, self.policy, self.optimizer = prepare(policy, optimizer, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype])
+
+    def microbatches(self, rows: list[Trajectory], spare: Trajectory) -> list:
+        """This rank's micro-batches, as many as on every other rank; `spare` fills in with no response tokens."""
+        batches = make_microbatches(rows, self.codec, self.cfg.microbatch_tokens)
+        most = int(dist.largest(len(batches)))
+        while len(batches) < most:
+            filler = pad_rows([spare], self.codec)
+            filler.response_mask[:] = False
+            batches.append(filler)
+        if dist.largest(any(b.pixel_values is not None for b in batches)):
+            for b in batches:
+                add_blank_image(b, self.codec)
+        return [b.to(self.accelerator.device) for b in batches]
+
+    def update(self, batches: list, num_tokens: int, step: int) -> dict[str, float]:
+        """One optimizer step on the sum of the micro-batches' losses over `num_tokens`, the global count."""
+        cfg, sums, worst = self.cfg, {}, 0.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
+        for batch in batches:
+            mask = batch.response_mask
+            logprobs, entropy = self.policy(batch, cfg.temperature)
+            old_logprobs = logprobs.detach()  # one update per batch: the policy that sampled is this one
+            loss, metrics = clipped_policy_loss(
+                logprobs, old_logprobs, batch.advantages, mask, clip_low=cfg.clip_low, clip_high=cfg.clip_high, clip_dual=cfg.clip_dual
+            )
+            # FSDP averages gradients over ranks; the loss is a sum over ranks.
+            self.accelerator.backward(loss * dist.WORLD_SIZE / num_tokens)
+            gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
+            worst = max(worst, float(gap.max()))
+            metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "mismatch/mean": gap.sum()}
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        grad_norm = clip_grad_norm(self.policy, cfg.max_grad_norm)
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            raise FloatingPointError(f"the gradient norm of step {step} is {grad_norm}")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = {name: dist.total(value) / num_tokens for name, value in sums.items()}
+        return totals | {"mismatch/max": dist.largest(worst), "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    @torch.no_grad()
+    def probe(self, engine: VLLMEngine, prompt) -> float:
+        """Largest |logprob(trainer) - logprob(engine)| on a few tokens after one fixed prompt: is the push complete?"""
+        t = Trajectory.start(prompt, 0)
+        g = engine.run(engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0))
+        t.append_sampled(g.ids, g.logprobs, g.version)
+        batch = pad_rows([t], self.codec).to(self.accelerator.device)
+        logprobs, _ = self.policy(batch, self.cfg.temperature)
+        return float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max())
+
+
+def evaluate(rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float) -> dict[str, float]:
+    """One trajectory per row, through the very code that training uses; rows are dealt out over the ranks."""
+    samples = [s for i, s in enumerate(data) if i % dist.WORLD_SIZE == dist.RANK]
+    trajectories = engine.run(rollout.run(samples, 1, temperature))
+    means = dist.merge_means(rollout_metrics(trajectories))
+    names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
+    return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
+
+
+def train(cfg: Config) -> None:
+    torch.manual_seed(cfg.seed)
+    prepare_data(cfg)
+    if cfg.prompts_per_step % dist.WORLD_SIZE:
+        raise ConfigError(f"prompts_per_step {cfg.prompts_per_step} is not divisible by {dist.WORLD_SIZE} ranks")
+    codec = Codec(cfg.model)
+    data = ParquetData(cfg.train_files, cfg.env_name)
+    eval_data = ParquetData(cfg.eval_files, cfg.env_name) if cfg.eval_files else None
+    for d in (data, eval_data):
+        if d:
+            check_data(d)
+    own_prompts = cfg.prompts_per_step // dist.WORLD_SIZE
+    torch.set_num_threads(CORES)
+    # The engine comes before torch.distributed, whose state its forked processes must not inherit.
+    engine = VLLMEngine(
+        cfg.model,
+        codec,
+        max_len=cfg.max_prompt_len + cfg.max_response_len,
+        max_images=cfg.max_turns + 8,
+        max_num_seqs=min(256, own_prompts * cfg.group_size),
+        dtype=cfg.engine_dtype,
+        seed=cfg.seed * 1000 + dist.RANK,
+        block_size=cfg.engine_block_size,
+        kv_cache_mb=cfg.engine_kv_cache_mb,
+        gpu_frac=cfg.engine_gpu_frac,
+        tensor_parallel=cfg.rollout_tp,
+        threads=cfg.engine_threads or CORES,
+        stop=tuple(cfg.stop),
+    )
+    report = None
+    try:
+        dist.init()
+        learner = Learner(cfg, codec)
+        factor = codec.patch_size * codec.merge_size if codec.has_vision else 1
+        rules = ImageRules(factor, cfg.min_pixels, cfg.max_pixels, cfg.resampling)
+        limits = RolloutLimits(
+            max_prompt_len=cfg.max_prompt_len,
+            max_response_len=cfg.max_response_len,
+            max_turn_len=cfg.max_turn_len,
+            max_turns=cfg.max_turns,
+            max_tool_errors=cfg.max_tool_errors,
+            tool_timeout=cfg.tool_timeout,
+            trajectory_timeout=cfg.trajectory_timeout,
+        )
+        frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
+        tool_kwargs = {name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry}
+        weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
+        rollout = Rollout(
+            engine, codec, rules, limits, lambda t: reward_function(t.sample.data_source)(t, **weights), tool_kwargs, seed=cfg.seed << 20
+        )
+        report = Report(cfg)
+        stream = data.shuffled(cfg.seed)
+        probe_prompt = rollout.prepare(next(iter(data)))
+        engine.push(learner.policy.lm, 0)
+        report.note(f"engine and trainer agree on a fixed prompt within {dist.largest(learner.probe(engine, probe_prompt)):.1e}")
+        if eval_data:
+            report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
+        trajectories: list[Trajectory] = []
+        for step in range(cfg.steps):
+            clock = Clock()
+
+            # 1. roll out, 2. reward
+            samples = [next(stream) for _ in range(cfg.prompts_per_step)][dist.RANK * own_prompts : (dist.RANK + 1) * own_prompts]
+            first_group = step * cfg.prompts_per_step + dist.RANK * own_prompts
+            trajectories = engine.run(rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick))
+            rows = [t for t in trajectories if not t.why_invalid and t.reward_parts["score"] is not None]
+            lost = dist.total(len(trajectories) - len(rows))
+            if lost > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
+                raise RuntimeError(f"{lost:.0f} trajectories of step {step} left the batch; first reasons: {dict(why_invalid(trajectories).most_common(3))}")
+            clock.lap("time/rollout")
+
+            # 3. advantages
+            rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
+            groups = torch.tensor([t.group_id for t in rows])
+            for t, a in zip(rows, grpo_advantages(rewards, groups, norm_by_std=cfg.norm_by_std).tolist(), strict=True):
+                t.advantage = a
+
+            # 4. pack into micro-batches, count response tokens over all ranks
+            live = [t for t in rows if t.advantage != 0.0]
+            num_tokens = int(dist.total(sum(t.num_sampled for t in rows)))
+            batches = learner.microbatches(live, trajectories[0])
+            clock.lap("time/pack")
+
+            # 5. old and reference logprobs: none needed with one update per batch and no KL term
+            # 6. update
+            metrics = learner.update(batches, num_tokens, step)
+            clock.lap("time/update")
+
+            # 7. push the weights, reset the engine's caches
+            engine.push(learner.policy.lm, step + 1)
+            clock.lap("time/push")
+            metrics["push/error"] = dist.largest(learner.probe(engine, probe_prompt))
+            clock.lap("time/probe")
+
+            # 8. log
+            metrics |= dist.merge_means(rollout_metrics(trajectories))
+            metrics |= {"live_frac": dist.total(len(live)) / (cfg.prompts_per_step * cfg.group_size), "num_tokens": num_tokens}
+            report.log({"step": step + 1, "policy_version": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
+
+            # once in a while: evaluate and save
+            last = step + 1 == cfg.steps
+            if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
+                report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
+            if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+                save_hf(learner.policy, learner.accelerator, cfg.model, os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}"))
+        report.finish(trajectories[: cfg.show], codec)
+    finally:
+        if report:
+            report.close()
+        engine.close()
+        dist.finish()
+
+
+class Clock:
+    """Wall seconds of the phases of one step."""
+
+    def __init__(self):
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def total(self) -> float:
+        return time.perf_counter() - self.start
+
+
+def main() -> None:
+    try:
+        train(load_config(sys.argv[1:]))
+    except (ConfigError, DataError) as e:
+        sys.exit(f"{type(e).__name__}: {e}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    main()
