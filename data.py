@@ -272,11 +272,15 @@ class Codec:
                 ids += self.encode(part)
         return ids
 
-    def encode_chat(self, messages: list[dict]) -> list[int]:
-        """Chat messages between turn markers, then the start of the assistant's turn; engine view."""
+    def encode_chat(self, messages: list[dict], *, slots: bool = True) -> list[int]:
+        """Chat messages between turn markers, then the start of the assistant's turn; engine view.
+
+        `slots=False` takes `<image>` for text as well.
+        """
         ids = []
         for m in messages:
-            ids += [self.im_start, *self.encode(m["role"] + "\n"), *self.encode_slots(m["content"]), self.im_end, *self.encode("\n")]
+            content = self.encode_slots(m["content"]) if slots else self.encode(m["content"])
+            ids += [self.im_start, *self.encode(m["role"] + "\n"), *content, self.im_end, *self.encode("\n")]
         return ids + [self.im_start, *self.encode("assistant\n")]
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:

@@ -273,7 +273,7 @@ class Rollout:
             message = f"no answer within {self.limits.tool_timeout:g} seconds"
         except Exception as e:  # a tool is anyone's code: its failure is counted and shown to the policy
             message = str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
-        return Observation.parse(error_observation(message)), 0.0, False, {"call": tool.name, "ok": False, "error": message}
+        return error_observation(message), 0.0, False, {"call": tool.name, "ok": False, "error": message}
 
     def _render(self, observation: Observation, last_id: int) -> Piece:
         """What follows `last_id`, as tokens and views. Runs in a thread."""
@@ -283,7 +283,7 @@ class Rollout:
         else:
             # A turn that a stop string ended has no end-of-turn token yet.
             close = [] if last_id == self.codec.im_end else [self.codec.im_end]
-            ids = [*close, *self.codec.encode("\n"), *self.codec.encode_chat(observation.text)]
+            ids = [*close, *self.codec.encode("\n"), *self.codec.encode_chat(observation.text, slots=observation.slots)]
         return Piece(ids, self.codec.expand(ids, [v.image.size for v in views]), views)
 
 

@@ -87,10 +87,13 @@ class Observation:
 
     text: str | list[dict]
     images: list[Image.Image]
+    slots: bool = True  # False: `<image>` in the text is not an image slot but seven characters
 
     @classmethod
     def parse(cls, raw) -> "Observation":
         """Any of the forms above. Raises ToolError where the form is none of them or slots and images disagree."""
+        if isinstance(raw, Observation):
+            return raw
         images = []
         if isinstance(raw, dict):
             images = list((raw.get("multi_modal_data") or {}).get("image") or [])
@@ -111,9 +114,9 @@ class Observation:
         return cls(raw, images)
 
 
-def error_observation(message: str) -> list[dict]:
-    """What the policy reads after a call that failed."""
-    return [{"role": "user", "content": f"<tool_response>Error: {message}</tool_response>"}]
+def error_observation(message: str) -> Observation:
+    """What the policy reads after a call that failed. Nothing in the message is taken for more than text."""
+    return Observation([{"role": "user", "content": f"<tool_response>Error: {message}</tool_response>"}], [], slots=False)
 
 
 # ---------------------------------------------------------------------------------------------------- boxes
