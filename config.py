@@ -30,17 +30,25 @@ class Config:
     # images: the model's view of every image is made by us, once
     min_pixels: int = 56 * 56  # area of a view at least
     max_pixels: int = 1280 * 28 * 28  # area of a view at most; observation images too
-    resampling: str = "bicubic"  # how PIL shrinks or enlarges an image to its view: "box", "bilinear", "bicubic", "lanczos"
-    box_frame: str = "auto"  # what box numbers mean: "model_pixels", "rel1000", "original"; "auto" = the model family's own
+    resampling: str = (
+        "bicubic"  # how PIL shrinks or enlarges an image to its view: "box", "bilinear", "bicubic", "lanczos"
+    )
+    box_frame: str = (
+        "auto"  # what box numbers mean: "model_pixels", "rel1000", "original"; "auto" = the model family's own
+    )
     # rollout
     prompts_per_step: int = 16  # over all ranks
     group_size: int = 8  # trajectories per prompt
-    temperature: float = 1.0  # top_p 1 and top_k off, always: the engine's logprobs must be those of the full distribution
+    temperature: float = (
+        1.0  # top_p 1 and top_k off, always: the engine's logprobs must be those of the full distribution
+    )
     max_turns: int = 5  # generations per trajectory at most; 1 = plain single-turn RL
     max_prompt_len: int = 8192  # trainer tokens; a longer prompt stops the run, naming the row
     max_response_len: int = 20480  # trainer tokens after the prompt, observations included
     max_turn_len: int = 10240  # sampled tokens per turn
-    stop: list[str] = field(default_factory=list)  # extra stop strings such as "</tool_call>"; [] = end-of-turn token alone
+    stop: list[str] = field(
+        default_factory=list
+    )  # extra stop strings such as "</tool_call>"; [] = end-of-turn token alone
     max_tool_errors: int = 3  # failed calls in a row before a trajectory ends as tool_error_limit
     max_invalid_frac: float = 0.1  # share of a step's trajectories that may break an invariant before the run stops
     tool_kwargs: dict = field(default_factory=dict)  # {env_name: {argument: value}} for the tools' constructors
@@ -100,7 +108,8 @@ def _literal(node: ast.AST):
 def _read(path: str) -> dict:
     """The assignments of a config file, those of its base first."""
     try:
-        tree = ast.parse(open(path, encoding="utf-8").read(), path)
+        with open(path, encoding="utf-8") as f:
+            tree = ast.parse(f.read(), path)
     except OSError as e:
         raise ConfigError(f"config file {path!r}: {e.strerror.lower()}") from None
     except SyntaxError as e:
@@ -159,7 +168,11 @@ def load_config(argv: list[str]) -> Config:
             near = difflib.get_close_matches(name, hints, n=1)
             raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if not _fits(value, hints[name]):
-            want = getattr(hints[name], "__name__", str(hints[name])) if not typing.get_args(hints[name]) else str(hints[name])
+            want = (
+                getattr(hints[name], "__name__", str(hints[name]))
+                if not typing.get_args(hints[name])
+                else str(hints[name])
+            )
             raise ConfigError(f"{where}: {name} must be {want}, but is {value!r}")
         setattr(cfg, name, float(value) if hints[name] is float else value)
     _check(cfg)

@@ -7,7 +7,6 @@ micro-batches are built, once per distinct image.
 
 import hashlib
 import io
-import json
 import math
 import os
 import random
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -52,7 +50,9 @@ def _image_bytes(entry, folder: str, where: str) -> bytes:
     if data:
         return bytes(data)
     if not path:
-        raise DataError(f"{where}: an image must be bytes, a path or {{bytes, path}}, but is {type(entry).__name__} without either")
+        raise DataError(
+            f"{where}: an image must be bytes, a path or {{bytes, path}}, but is {type(entry).__name__} without either"
+        )
     try:
         with open(os.path.join(folder, path), "rb") as f:
             return f.read()
@@ -66,7 +66,11 @@ def parse_row(row: dict, where: str, folder: str = ".", env_name: str | None = N
         if row.get(key) is None:
             raise DataError(f"{where}: column {key!r} is missing or null")
     prompt = row["prompt"]
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt):
+    if (
+        not isinstance(prompt, list)
+        or not prompt
+        or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
+    ):
         raise DataError(f"{where}: prompt must be a list of {{role, content}} with text contents")
     images = tuple(_image_bytes(i, folder, where) for i in row.get("images") or [])
     slots = sum(m["content"].count("<image>") for m in prompt)
@@ -228,10 +232,16 @@ class Codec:
         self._plain = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self._plain.encode_special_tokens = True
         special = self.tokenizer.get_added_vocab()
-        need = ["<|im_start|>", "<|im_end|>"] + ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"] * self.has_vision
+        need = ["<|im_start|>", "<|im_end|>"] + [
+            "<|vision_start|>",
+            "<|vision_end|>",
+            "<|image_pad|>",
+        ] * self.has_vision
         missing = [t for t in need if t not in special]
         if missing:
-            raise DataError(f"model folder {folder!r}: the tokenizer lacks {', '.join(missing)}; only ChatML models are supported")
+            raise DataError(
+                f"model folder {folder!r}: the tokenizer lacks {', '.join(missing)}; only ChatML models are supported"
+            )
         self.im_start, self.im_end = special["<|im_start|>"], special["<|im_end|>"]
         if self.has_vision:
             self.vision_start, self.vision_end = special["<|vision_start|>"], special["<|vision_end|>"]
@@ -383,7 +393,9 @@ def pad_rows(rows: list, codec: Codec, pad_id: int = 0) -> MicroBatch:
         batch.rollout_logprobs[b, :n] = torch.tensor(r.rollout_logprobs)
         if codec.has_vision:
             grids = torch.tensor([codec.grid(v.image.size) for v in r.views]).view(-1, 3)
-            batch.position_ids[:, b, :n] = rope_positions(tokens, grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size)
+            batch.position_ids[:, b, :n] = rope_positions(
+                tokens, grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size
+            )
         else:
             batch.position_ids[:, b, :n] = torch.arange(n)
         for v in r.views:

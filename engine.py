@@ -88,7 +88,9 @@ class VLLMEngine:
         if on_cpu:
             # Eager: nothing to compile or warm up, the engine starts in seconds. Whole prompts: a seeded request whose
             # prompt is prefilled in chunks kills the CPU worker ("CPU Generator does not use offset").
-            options |= dict(enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(16384, max_len))
+            options |= dict(
+                enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(16384, max_len)
+            )
         else:
             options |= dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_frac)
         args = AsyncEngineArgs(
@@ -127,7 +129,9 @@ class VLLMEngine:
             os.environ.pop(key, None)
             os.environ.update({key: before[key]} if key in before else {})
 
-    async def generate(self, ids: list[int], views: list[View], *, max_tokens: int, temperature: float, seed: int) -> Generation:
+    async def generate(
+        self, ids: list[int], views: list[View], *, max_tokens: int, temperature: float, seed: int
+    ) -> Generation:
         """Samples one turn after `ids` (engine view: one pad per image). Temperature 0 is greedy."""
         pads = ids.count(self.codec.image_token_id) if self.codec.has_vision else 0
         if pads != len(views):  # vLLM would go on silently with wrong positions
@@ -275,10 +279,14 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             if isinstance(layer, ParallelLMHead):
                 layer.quant_method.process_weights_after_loading(layer)
         if len(self.received) != self.info.num_params:
-            raise RuntimeError(f"weight push: {len(self.received)} parameters came, {self.info.num_params} were announced")
+            raise RuntimeError(
+                f"weight push: {len(self.received)} parameters came, {self.info.num_params} were announced"
+            )
         missing = sorted(self.wanted - self.taken)
         if missing:
-            raise RuntimeError(f"weight push: {len(missing)} of the engine's parameters were not sent, such as {missing[:3]}")
+            raise RuntimeError(
+                f"weight push: {len(missing)} of the engine's parameters were not sent, such as {missing[:3]}"
+            )
 
     def shutdown(self) -> None:
         pass
@@ -295,7 +303,8 @@ class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         meta = source.metadata()
         sizes = [_aligned(m.dtype.itemsize * torch.Size(m.shape).numel()) for m in meta]
         sender.capacity = max(min(sum(sizes), init_info.bucket_bytes), max(sizes))
-        sender.file = tempfile.NamedTemporaryFile(prefix="nanoeyes-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        sender.file = tempfile.NamedTemporaryFile(prefix="nanoeyes-", dir=in_memory)  # noqa: SIM115 - lives as long as the sender
         os.truncate(sender.file.name, sender.capacity)
         sender.memory = torch.UntypedStorage.from_file(sender.file.name, True, sender.capacity)
         client.init_weight_transfer_engine(asdict(ShmInitInfo(sender.file.name, len(meta))))

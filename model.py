@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
 
 from data import DataError, MicroBatch
 from losses import token_logprobs
+
+transformers_logging.disable_progress_bar()  # one bar per loaded or saved folder would tear the run's own display
 
 
 # ---------------------------------------------------------------------------------------------------- CPU fast paths
@@ -147,13 +150,17 @@ def save_hf(policy: Policy, accelerator: Accelerator, source: str, folder: str) 
 
     Everything but the weights is copied from `source`, the folder the policy came from.
     """
-    full = {n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in policy.lm.named_parameters()}
+    full = {
+        n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in policy.lm.named_parameters()
+    }
     if accelerator.is_main_process:
         tmp = f"{folder}.tmp"
         shutil.rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
         for name in os.listdir(source):
-            if os.path.isfile(os.path.join(source, name)) and not name.endswith((".safetensors", ".bin", ".index.json")):
+            if os.path.isfile(os.path.join(source, name)) and not name.endswith(
+                (".safetensors", ".bin", ".index.json")
+            ):
                 shutil.copy(os.path.join(source, name), tmp)
         policy.lm.save_pretrained(tmp, state_dict={n: p.cpu().contiguous() for n, p in full.items()})
         shutil.rmtree(folder, ignore_errors=True)

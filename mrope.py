@@ -8,9 +8,7 @@ p + row, p + column in the other two; the text after it goes on at p + max(rows,
 import torch
 
 
-def rope_positions(
-    tokens: torch.Tensor, grids: torch.Tensor, *, image_token_id: int, merge_size: int
-) -> torch.Tensor:
+def rope_positions(tokens: torch.Tensor, grids: torch.Tensor, *, image_token_id: int, merge_size: int) -> torch.Tensor:
     """Positions of one sequence in the expanded view, `(3, T)` int64.
 
     `tokens` is `(T,)`; `grids` is `(num_images, 3)`, the (t, h, w) patch grid of each image in order of appearance;
@@ -34,7 +32,9 @@ def rope_positions(
         raise ValueError(f"{len(pads)} image tokens, but the image grids {grids.tolist()} take {int(counts.sum())}")
     advance[pads[counts.cumsum(0) - 1]] = torch.maximum(rows, cols)  # an image moves on at its last token, all at once
     positions = (advance.cumsum(0) - advance).repeat(3, 1)  # (3, T)
-    within = torch.arange(len(pads)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)  # index inside its image
+    within = torch.arange(len(pads)) - torch.repeat_interleave(
+        counts.cumsum(0) - counts, counts
+    )  # index inside its image
     width = torch.repeat_interleave(cols, counts)
     positions[1, pads] += within // width
     positions[2, pads] += within % width

@@ -50,7 +50,11 @@ class Report:
             {
                 "config": dataclasses.asdict(cfg),
                 "commit": _commit(),
-                "versions": {"python": platform.python_version(), "vllm": _vllm_version(), **{p: version(p) for p in packages}},
+                "versions": {
+                    "python": platform.python_version(),
+                    "vllm": _vllm_version(),
+                    **{p: version(p) for p in packages},
+                },
                 "hardware": {
                     "machine": platform.machine(),
                     "cpu_cores": os.cpu_count(),
@@ -61,11 +65,18 @@ class Report:
             }
         )
         self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=Console()
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(),
         )
         self.progress.start()
         self.steps = self.progress.add_task("steps", total=cfg.steps)
-        self.running = self.progress.add_task("trajectories of this step", total=cfg.prompts_per_step * cfg.group_size // dist.WORLD_SIZE)
+        self.running = self.progress.add_task(
+            "trajectories of this step", total=cfg.prompts_per_step * cfg.group_size // dist.WORLD_SIZE
+        )
 
     def _write(self, record: dict) -> None:
         self.file.write(json.dumps(record) + "\n")
@@ -86,7 +97,11 @@ class Report:
             return
         self._write({k: round(v, 9) if isinstance(v, float) else v for k, v in record.items()})
         evaluation = any(k.startswith("eval/") for k in record)
-        keys = [k for k in record if k in ("eval/accuracy", "eval/tool_rate", "eval/iou")] if evaluation else [k for k in SHOWN if k in record]
+        keys = (
+            [k for k in record if k in ("eval/accuracy", "eval/tool_rate", "eval/iou")]
+            if evaluation
+            else [k for k in SHOWN if k in record]
+        )
         text = "  ".join(f"{k} {record[k]:.1e}" if k == "mismatch/max" else f"{k} {record[k]:.3f}" for k in keys)
         self.note(f"step {record['step']:3d}  {text}")
         if not evaluation:
@@ -123,7 +138,11 @@ def show_trajectory(t, codec, console: Console) -> None:
             image += 1
         else:
             sampled = t.response_mask[at]
-            while end < len(t.tokens) and t.response_mask[end] == sampled and not (codec.has_vision and t.tokens[end] == codec.image_token_id):
+            while (
+                end < len(t.tokens)
+                and t.response_mask[end] == sampled
+                and not (codec.has_vision and t.tokens[end] == codec.image_token_id)
+            ):
                 end += 1
             text = escape(codec.decode(t.tokens[at:end]))
             pieces.append(f"[bold green]⟦{text}⟧[/bold green]" if sampled else text)
@@ -150,7 +169,11 @@ def draw_curve(logs: list[str], path: str) -> None:
         for ax, (title, (train_key, eval_key)) in zip(axes, panels.items(), strict=True):
             train = [(r["step"], r[train_key]) for r in records if train_key in r]
             held_out = [(r["step"], r[eval_key]) for r in records if eval_key in r]
-            line = ax.plot(*zip(*train, strict=True), lw=1, label=f"seed {head['config']['seed']}, sampled") if train else [None]
+            line = (
+                ax.plot(*zip(*train, strict=True), lw=1, label=f"seed {head['config']['seed']}, sampled")
+                if train
+                else [None]
+            )
             color = line[0].get_color() if line[0] else None
             if held_out:
                 ax.plot(*zip(*held_out, strict=True), "o", color=color, ms=6, label="held-out")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from data import Codec, ImageRules, Sample, View, decode_image
+from data import Codec, DataError, ImageRules, Sample, View, decode_image
 from tools import Observation, ToolBase, ToolError, error_observation
 
 FINISH_REASONS = (
@@ -160,26 +160,43 @@ class Rollout:
     `reward` maps a finished trajectory to {"score", parts...}, plain or async; a score of None takes it out of the batch.
     """
 
-    def __init__(self, engine, codec: Codec, rules: ImageRules, limits: RolloutLimits, reward, tool_kwargs: dict, seed: int, threads: int = 4):
+    def __init__(
+        self,
+        engine,
+        codec: Codec,
+        rules: ImageRules,
+        limits: RolloutLimits,
+        reward,
+        tool_kwargs: dict,
+        seed: int,
+        threads: int = 4,
+    ):
         self.engine, self.codec, self.rules, self.limits = engine, codec, rules, limits
         self.reward, self.tool_kwargs, self.seed = reward, tool_kwargs, seed
-        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="tools")  # tools and image work, off the event loop
+        self.threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="tools"
+        )  # tools and image work, off the event loop
 
     # ------------------------------------------------------------------------------------------------ prompts
     def prepare(self, sample: Sample) -> Prompt:
         """Decodes the images, makes their views and tokenises: once per group. Raises DataError naming the row."""
         originals = [decode_image(data, sample.where) for data in sample.images]
         if originals and not self.codec.has_vision:
-            raise ValueError(f"{sample.where}: the row has images, but the model has no vision tower")
+            raise DataError(f"{sample.where}: the row has images, but the model has no vision tower")
         views = [View.of(self.rules.make_view(i)) for i in originals]
         engine_ids = self.codec.encode_prompt(sample.prompt)
         tokens = self.codec.expand(engine_ids, [v.image.size for v in views])
         if len(tokens) > self.limits.max_prompt_len:
-            raise ValueError(f"{sample.where}: the prompt has {len(tokens)} tokens, images included; max_prompt_len is {self.limits.max_prompt_len}")
+            most = self.limits.max_prompt_len
+            raise DataError(
+                f"{sample.where}: the prompt has {len(tokens)} tokens with its images, max_prompt_len is {most}"
+            )
         return Prompt(engine_ids, tokens, views, sample, originals)
 
     # ------------------------------------------------------------------------------------------------ groups
-    async def run(self, samples: list[Sample], group_size: int, temperature: float, first_group: int = 0, on_end=None) -> list[Trajectory]:
+    async def run(
+        self, samples: list[Sample], group_size: int, temperature: float, first_group: int = 0, on_end=None
+    ) -> list[Trajectory]:
         """All trajectories of all groups, in order. Nothing waits for anything but its own turn.
 
         Seeds depend on the group's number and the member's alone, so that a group's trajectories do not change with the
@@ -189,7 +206,10 @@ class Rollout:
 
         async def group(number: int, sample: Sample) -> list[Trajectory]:
             prompt = await loop.run_in_executor(self.threads, self.prepare, sample)
-            members = (self.one(prompt, number, self.seed + number * group_size + k, temperature, on_end) for k in range(group_size))
+            members = (
+                self.one(prompt, number, self.seed + number * group_size + k, temperature, on_end)
+                for k in range(group_size)
+            )
             return await asyncio.gather(*members)
 
         groups = await asyncio.gather(*(group(first_group + i, s) for i, s in enumerate(samples)))

@@ -41,7 +41,8 @@ class ToolBase:
             return  # a helper class
         other = ToolBase.registry.get(cls.name)
         if other and other.__qualname__ != cls.__qualname__:
-            raise ValueError(f"two tools are named {cls.name!r}: {other.__module__}.{other.__qualname__} and {cls.__module__}.{cls.__qualname__}")
+            both = " and ".join(f"{c.__module__}.{c.__qualname__}" for c in (other, cls))
+            raise ValueError(f"two tools are named {cls.name!r}: {both}")
         ToolBase.registry[cls.name] = cls
 
     def __init__(self, name: str = "", description: str = "", parameters: dict | None = None, **kwargs):
@@ -100,7 +101,10 @@ class Observation:
             raw = raw.get("prompt", raw.get("chat"))
         raw = raw or ""
         if isinstance(raw, list):
-            if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in raw):
+            if not all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+                for m in raw
+            ):
                 raise ToolError("a chat observation must be a list of {role, content} with text contents")
             slots = sum(m["content"].count("<image>") for m in raw)
         elif isinstance(raw, str):
@@ -116,11 +120,15 @@ class Observation:
 
 def error_observation(message: str) -> Observation:
     """What the policy reads after a call that failed. Nothing in the message is taken for more than text."""
-    return Observation([{"role": "user", "content": f"<tool_response>Error: {message}</tool_response>"}], [], slots=False)
+    return Observation(
+        [{"role": "user", "content": f"<tool_response>Error: {message}</tool_response>"}], [], slots=False
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- boxes
-def box_to_original(box, *, frame: str, view_size: tuple[int, int], original_size: tuple[int, int]) -> tuple[float, ...]:
+def box_to_original(
+    box, *, frame: str, view_size: tuple[int, int], original_size: tuple[int, int]
+) -> tuple[float, ...]:
     """Four numbers from the policy -> (x1, y1, x2, y2) in pixels of the original, ordered and clipped to it.
 
     `frame` says what the numbers mean: "model_pixels" (pixels of the view, Qwen2.5-VL), "rel1000" (thousandths of each
@@ -130,7 +138,11 @@ def box_to_original(box, *, frame: str, view_size: tuple[int, int], original_siz
     >>> box_to_original([28, 0, 14, 56], frame="model_pixels", view_size=(56, 56), original_size=(112, 224))
     (28.0, 0.0, 56.0, 224.0)
     """
-    numbers = isinstance(box, list | tuple) and len(box) == 4 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in box)
+    numbers = (
+        isinstance(box, list | tuple)
+        and len(box) == 4
+        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in box)
+    )
     if not numbers or not all(math.isfinite(v) for v in box):
         raise ToolError("bbox_2d must be four numbers [x1, y1, x2, y2]")
     unit = {"model_pixels": view_size, "rel1000": (1000, 1000), "original": original_size}[frame]
@@ -141,7 +153,9 @@ def box_to_original(box, *, frame: str, view_size: tuple[int, int], original_siz
     return xs[0], ys[0], xs[1], ys[1]
 
 
-def crop_box(box: tuple[float, ...], size: tuple[int, int], *, min_side: int, max_aspect: float) -> tuple[int, int, int, int]:
+def crop_box(
+    box: tuple[float, ...], size: tuple[int, int], *, min_side: int, max_aspect: float
+) -> tuple[int, int, int, int]:
     """The whole pixels to cut out: a thin or tiny box grows around its centre, and moves inside the image.
 
     Each side gets at least `min_side` pixels and at least the other side / `max_aspect`, as far as the image has them.
@@ -193,7 +207,15 @@ class VisualToolboxV2(ToolBase):
         ),
     }
 
-    def __init__(self, *args, box_frame: str = "model_pixels", reminder: str = REMINDER, min_side: int = 28, max_aspect: float = 100.0, **kwargs):
+    def __init__(
+        self,
+        *args,
+        box_frame: str = "model_pixels",
+        reminder: str = REMINDER,
+        min_side: int = 28,
+        max_aspect: float = 100.0,
+        **kwargs,
+    ):
         super().__init__(*args, **kwargs)
         self.box_frame, self.reminder, self.min_side, self.max_aspect = box_frame, reminder, min_side, max_aspect
 
@@ -225,16 +247,24 @@ class VisualToolboxV2(ToolBase):
             name, arguments = call["name"], call["arguments"]
             missing = [k for k in self.parameters[name]["function"]["parameters"]["required"] if k not in arguments]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ToolError(f'a call must be {{"name": ..., "arguments": {{...}}}} with one of {", ".join(self.parameters)}') from None
+            raise ToolError(
+                f'a call must be {{"name": ..., "arguments": {{...}}}} with one of {", ".join(self.parameters)}'
+            ) from None
         info["call"] = name
         if missing:
             raise ToolError(f"{name} lacks {', '.join(missing)}")
         index = arguments.get("image_index", 0)
         if not isinstance(index, int) or not 0 <= index < len(self.originals):
-            raise ToolError(f"image_index must be between 0 and {len(self.originals) - 1}" if self.originals else "there is no image")
+            raise ToolError(
+                f"image_index must be between 0 and {len(self.originals) - 1}"
+                if self.originals
+                else "there is no image"
+            )
         image = self.originals[index]
         if name == "image_zoom_in_tool":
-            box = box_to_original(arguments["bbox_2d"], frame=self.box_frame, view_size=self.view_sizes[index], original_size=image.size)
+            box = box_to_original(
+                arguments["bbox_2d"], frame=self.box_frame, view_size=self.view_sizes[index], original_size=image.size
+            )
             info["box"] = box  # in pixels of the original, before it grows
             return image.crop(crop_box(box, image.size, min_side=self.min_side, max_aspect=self.max_aspect))
         angle = arguments["angle"]

@@ -10,7 +10,6 @@ stands for a pretrained VLM: it knows the format, zooms sometimes, with noisy bo
 
 import argparse
 import io
-import json
 import math
 import os
 import random
@@ -100,7 +99,10 @@ def make_scene(rng: random.Random) -> dict:
     draw.rectangle([left, top, left + side - 1, top + side - 1], fill=COLORS[color])
     draw.rectangle([left + rim, top + rim, left + side - 1 - rim, top + side - 1 - rim], fill=(grey,) * 3)
     stripes, mask = glyph(digit, grey, rng.randint(75, 110))
-    at = [round((corner + side / 2 - size / 2) / SCALE) * SCALE for corner, size in zip((left, top), stripes.size, strict=True)]
+    at = [
+        round((corner + side / 2 - size / 2) / SCALE) * SCALE
+        for corner, size in zip((left, top), stripes.size, strict=True)
+    ]
     image.paste(stripes, tuple(at), mask)  # aligned to the 6 px grid: only there do the stripes cancel exactly
     return {"image": image, "color": color, "digit": digit, "box": (left, top, left + side, top + side)}
 
@@ -126,6 +128,7 @@ def answer_text(digit: str, thought: str) -> str:
 # What visual_toolbox_v2 answers with, and the policy's view of it (configs/toy.py leaves the reminder of the format out).
 OBSERVATION = "\n<|im_start|>user\n<tool_response><image></tool_response><|im_end|>\n<|im_start|>assistant\n"
 
+
 # ---------------------------------------------------------------------------------------------------- data
 def make_rows(num: int, seed: int, split: str) -> list[dict]:
     """VeRL-format rows; the frame's box stands in extra_info for the grounding IoU, never in the prompt."""
@@ -145,15 +148,38 @@ def make_rows(num: int, seed: int, split: str) -> list[dict]:
                 "ability": "zoom",
                 "env_name": "visual_toolbox_v2",
                 "reward_model": {"style": "rule", "ground_truth": scene["digit"]},
-                "extra_info": {"index": i, "split": split, "question": question(scene["color"]), "answer": scene["digit"], "box": list(scene["box"])},
+                "extra_info": {
+                    "index": i,
+                    "split": split,
+                    "question": question(scene["color"]),
+                    "answer": scene["digit"],
+                    "box": list(scene["box"]),
+                },
             }
         )
     return rows
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizer and model
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>"]
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+TAGS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<answer>",
+    "</answer>",
+]
 WORDS = [
     "system", "user", "assistant", "You can zoom in", " with", " image_zoom_in_tool", "image_zoom_in_tool", '{"name": "',
     '", "arguments": {"bbox_2d": [', "]}}", ", ", "What is the digit", " in the", " box", *(f" {c}" for c in COLORS),
@@ -167,7 +193,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(token_models.BPE(vocab={c: i for i, c in enumerate(chars)}, merges=[], unk_token="?"))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in TAGS + WORDS + [str(n) for n in range(10, VIEW + 1)]])
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t in TAGS + WORDS + [str(n) for n in range(10, VIEW + 1)]]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -185,7 +213,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 96, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int = 96, seed: int = 0
+) -> Qwen2_5_VLForConditionalGeneration:
     """An untrained Qwen2.5-VL of about 1 M parameters. Head size 32 is the smallest that vLLM runs on CPU."""
     torch.manual_seed(seed)
     ids = tokenizer.get_vocab()
@@ -240,11 +270,16 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 96, seed: int 
 def save_folder(model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: str) -> None:
     """A complete Hugging Face folder: weights, tokenizer, processor and chat template."""
     norm = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, patch_size=14, merge_size=2, temporal_patch_size=2)
-    pixels = {"shortest_edge": 28 * 28, "longest_edge": 16 * VIEW * VIEW}  # wide: views are made by us, never resized again
+    pixels = {
+        "shortest_edge": 28 * 28,
+        "longest_edge": 16 * VIEW * VIEW,
+    }  # wide: views are made by us, never resized again
     image_processor = Qwen2VLImageProcessor(size=pixels, **norm)
     video_processor = Qwen2VLVideoProcessor(size=pixels, **norm)
     model.save_pretrained(folder)
-    Qwen2_5_VLProcessor(image_processor, tokenizer, video_processor, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    Qwen2_5_VLProcessor(image_processor, tokenizer, video_processor, chat_template=CHAT_TEMPLATE).save_pretrained(
+        folder
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- base training
@@ -300,7 +335,9 @@ class TraceMaker:
         return Trace(tokens, mask, views, labels)
 
     def _prompt(self, text: str) -> list[int]:
-        return self.codec.encode_chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": "<image>" + text}])
+        return self.codec.encode_chat(
+            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "<image>" + text}]
+        )
 
     def _turn(self, text: str) -> list[int]:
         return [*self.codec.encode(text), self.codec.im_end]
@@ -378,13 +415,17 @@ class TraceMaker:
                 stripes, mask = glyph(digit, grey, rng.randint(75, 110))
                 size = (round(w * over), round(h * over))
                 corner = (round((cx - w / 2) * over), round((cy - h / 2) * over))
-                image.paste(stripes.resize(size, Image.Resampling.BICUBIC), corner, mask.resize(size, Image.Resampling.BICUBIC))
+                image.paste(
+                    stripes.resize(size, Image.Resampling.BICUBIC), corner, mask.resize(size, Image.Resampling.BICUBIC)
+                )
                 labels[int(cy // CELL) * 4 + int(cx // CELL)] = {self.ids[digit]: 1.0}
         ids = [self.codec.vision_start, self.codec.image_token_id]
         return self._trace([(ids, 0)], [View.of(image.reduce(over))], labels)
 
 
-def label_loss(policy: Policy, hidden: torch.Tensor, batch: MicroBatch, traces: list[Trace], none_id: int) -> torch.Tensor:
+def label_loss(
+    policy: Policy, hidden: torch.Tensor, batch: MicroBatch, traces: list[Trace], none_id: int
+) -> torch.Tensor:
     """Cross-entropy of every visual token against its label; unlabelled ones say "nothing here" at a fifth of the weight."""
     head = policy.lm.get_output_embeddings().weight
     labels = [label for t in traces for label in t.labels]
@@ -405,7 +446,6 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
     Stage 1: zoom with good boxes, read crops, a few direct guesses; digit pages in its first half. Stage 2, at a fifth of
     the rate: zoom 30 % of the time, with noisy boxes, guess otherwise, so that RL has both to find and to lose.
     """
-    torch.set_num_threads(1)  # sums in a fixed order: the same checkpoint on every run of the same machine type
     tokenizer = make_tokenizer()
     save_folder(build_model(tokenizer, seed=seed), tokenizer, folder)
     codec = Codec(folder)
@@ -418,16 +458,20 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
     matrices = [p for p in policy.parameters() if p.ndim == 2 and p is not embedding]
     others = [p for p in policy.parameters() if p.ndim == 1] + [embedding]
     optimizers = [
-        torch.optim.Muon([*matrices, flat_patch], lr=0.02, weight_decay=0.01),
+        torch.optim.Muon([*matrices, flat_patch], lr=0.02, weight_decay=0.1),
         torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     numbers = torch.tensor([i for t, i in ids.items() if t.isdigit()])
-    good, noisy = dict(sigma=0.05, max_log_scale=0.5), dict(sigma=0.35, max_log_scale=1.2)
+    good, noisy = dict(sigma=0.05, max_log_scale=0.5), dict(sigma=0.4, max_log_scale=1.2)
     start = time.time()
     for step in range(total):
         first = step < steps
         done = step / steps if first else (step - steps) / noisy_steps
-        rate = min(1, ((step if first else step - steps) + 1) / 20) * min(1, (1 - done) / 0.5 + 0.05) * (1 if first else 0.2)
+        rate = (
+            min(1, ((step if first else step - steps) + 1) / 20)
+            * min(1, (1 - done) / 0.5 + 0.05)
+            * (1 if first else 0.2)
+        )
         for optimizer, lr in zip(optimizers, (0.02, 1e-3), strict=True):
             optimizer.param_groups[0]["lr"] = lr * rate
         traces = []
@@ -439,7 +483,9 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
                 else:
                     traces.append(make.read(good) if u < 0.25 else make.direct() if u < 0.3 else make.zoom(good))
             else:
-                traces.append(make.read(noisy) if u < 0.3 else make.zoom(noisy) if rng.random() < 0.3 else make.direct())
+                traces.append(
+                    make.read(noisy) if u < 0.3 else make.zoom(noisy) if rng.random() < 0.3 else make.direct()
+                )
         batch = pad_rows(traces, codec)
         hidden = policy.hidden(batch)
         head = policy.lm.get_output_embeddings().weight
@@ -462,8 +508,9 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
             optimizer.step()
         policy.zero_grad(set_to_none=True)
         if step % 50 == 49 or step == total - 1:
-            words, box, digit = (p.item() for p in parts)
-            print(f"step {step + 1}/{total}  words {words:.3f}  box {box:.3f}  digit {digit:.3f}  labels {labels.item():.3f}  {time.time() - start:.0f} s", flush=True)
+            shown = zip(("words", "box", "digit", "labels"), (*parts, labels), strict=True)
+            losses = "  ".join(f"{name} {value.item():.3f}" for name, value in shown)
+            print(f"step {step + 1}/{total}  {losses}  {time.time() - start:.0f} s", flush=True)
     save_folder(policy.lm, tokenizer, folder)
 
 
@@ -483,8 +530,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "data":
         for split in ("train", "eval"):
-            write_parquet(os.path.join(args.folder, f"{split}.parquet"), make_rows(getattr(args, split), args.seed, split))
+            write_parquet(
+                os.path.join(args.folder, f"{split}.parquet"), make_rows(getattr(args, split), args.seed, split)
+            )
     else:
+        torch.set_num_threads(1)  # sums in a fixed order: the same checkpoint on every run on the same type of machine
         train_base(args.folder, args.steps, args.noisy_steps, args.seed)
 
 

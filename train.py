@@ -13,7 +13,6 @@ once by their number; trajectories whose advantage is exactly 0 count in that nu
 """
 
 import fcntl
-import json
 import os
 import shlex
 import subprocess
@@ -22,6 +21,12 @@ import time
 
 import dist
 from config import Config, ConfigError, load_config
+
+if __name__ == "__main__":  # a misspelt key need not wait for the imports below
+    try:
+        CONFIG = load_config(sys.argv[1:])
+    except ConfigError as e:
+        sys.exit(f"ConfigError: {e}")
 
 # Before torch: idle OpenMP threads must leave the cores to whoever works, trainer or engine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -76,9 +81,14 @@ class Learner:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(lm, codec.banned_ids)
         optimizer = torch.optim.AdamW(
-            (p for p in policy.parameters() if p.requires_grad), cfg.lr, betas=tuple(cfg.adam_betas), weight_decay=cfg.weight_decay
+            (p for p in policy.parameters() if p.requires_grad),
+            cfg.lr,
+            betas=tuple(cfg.adam_betas),
+            weight_decay=cfg.weight_decay,
         )
-        self.accelerator, self.policy, self.optimizer = prepare(policy, optimizer, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype])
+        self.accelerator, self.policy, self.optimizer = prepare(
+            policy, optimizer, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype]
+        )
 
     def microbatches(self, rows: list[Trajectory], spare: Trajectory) -> list:
         """This rank's micro-batches, as many as on every other rank; `spare` fills in with no response tokens."""
@@ -103,7 +113,13 @@ class Learner:
             logprobs, entropy = self.policy(batch, cfg.temperature)
             old_logprobs = logprobs.detach()  # one update per batch: the policy that sampled is this one
             loss, metrics = clipped_policy_loss(
-                logprobs, old_logprobs, batch.advantages, mask, clip_low=cfg.clip_low, clip_high=cfg.clip_high, clip_dual=cfg.clip_dual
+                logprobs,
+                old_logprobs,
+                batch.advantages,
+                mask,
+                clip_low=cfg.clip_low,
+                clip_high=cfg.clip_high,
+                clip_dual=cfg.clip_dual,
             )
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
             self.accelerator.backward(loss * dist.WORLD_SIZE / num_tokens)
@@ -118,7 +134,11 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         totals = {name: dist.total(value) / num_tokens for name, value in sums.items()}
-        return totals | {"mismatch/max": dist.largest(worst), "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+        return totals | {
+            "mismatch/max": dist.largest(worst),
+            "grad_norm": grad_norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+        }
 
     @torch.no_grad()
     def probe(self, engine: VLLMEngine, prompt) -> float:
@@ -188,13 +208,21 @@ def train(cfg: Config) -> None:
         tool_kwargs = {name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry}
         weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
         rollout = Rollout(
-            engine, codec, rules, limits, lambda t: reward_function(t.sample.data_source)(t, **weights), tool_kwargs, seed=cfg.seed << 20
+            engine,
+            codec,
+            rules,
+            limits,
+            lambda t: reward_function(t.sample.data_source)(t, **weights),
+            tool_kwargs,
+            seed=cfg.seed << 20,
         )
         report = Report(cfg)
         stream = data.shuffled(cfg.seed)
         probe_prompt = rollout.prepare(next(iter(data)))
         engine.push(learner.policy.lm, 0)
-        report.note(f"engine and trainer agree on a fixed prompt within {dist.largest(learner.probe(engine, probe_prompt)):.1e}")
+        report.note(
+            f"engine and trainer agree on a fixed prompt within {dist.largest(learner.probe(engine, probe_prompt)):.1e}"
+        )
         if eval_data:
             report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
         trajectories: list[Trajectory] = []
@@ -202,13 +230,18 @@ def train(cfg: Config) -> None:
             clock = Clock()
 
             # 1. roll out, 2. reward
-            samples = [next(stream) for _ in range(cfg.prompts_per_step)][dist.RANK * own_prompts : (dist.RANK + 1) * own_prompts]
+            samples = [next(stream) for _ in range(cfg.prompts_per_step)][
+                dist.RANK * own_prompts : (dist.RANK + 1) * own_prompts
+            ]
             first_group = step * cfg.prompts_per_step + dist.RANK * own_prompts
-            trajectories = engine.run(rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick))
+            trajectories = engine.run(
+                rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick)
+            )
             rows = [t for t in trajectories if not t.why_invalid and t.reward_parts["score"] is not None]
             lost = dist.total(len(trajectories) - len(rows))
             if lost > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
-                raise RuntimeError(f"{lost:.0f} trajectories of step {step} left the batch; first reasons: {dict(why_invalid(trajectories).most_common(3))}")
+                reasons = dict(why_invalid(trajectories).most_common(3))
+                raise RuntimeError(f"{lost:.0f} trajectories of step {step} left the batch: {reasons}")
             clock.lap("time/rollout")
 
             # 3. advantages
@@ -236,15 +269,25 @@ def train(cfg: Config) -> None:
 
             # 8. log
             metrics |= dist.merge_means(rollout_metrics(trajectories))
-            metrics |= {"live_frac": dist.total(len(live)) / (cfg.prompts_per_step * cfg.group_size), "num_tokens": num_tokens}
-            report.log({"step": step + 1, "policy_version": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
+            metrics |= {
+                "live_frac": dist.total(len(live)) / (cfg.prompts_per_step * cfg.group_size),
+                "num_tokens": num_tokens,
+            }
+            report.log(
+                {"step": step + 1, "policy_version": step + 1, **metrics, **clock.laps, "time/step": clock.total()}
+            )
 
             # once in a while: evaluate and save
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
                 report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
             if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-                save_hf(learner.policy, learner.accelerator, cfg.model, os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}"))
+                save_hf(
+                    learner.policy,
+                    learner.accelerator,
+                    cfg.model,
+                    os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}"),
+                )
         report.finish(trajectories[: cfg.show], codec)
     finally:
         if report:
@@ -268,14 +311,10 @@ class Clock:
         return time.perf_counter() - self.start
 
 
-def main() -> None:
+if __name__ == "__main__":
     try:
-        train(load_config(sys.argv[1:]))
+        train(CONFIG)
     except (ConfigError, DataError) as e:
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOY = os.path.join(ROOT, "assets", "toy_base")
-SHARED = os.path.join(os.path.dirname(ROOT), "shared")  # large real files beside the checkout; tests that need them skip without
+SHARED = os.path.join(
+    os.path.dirname(ROOT), "shared"
+)  # large real files beside the checkout; tests that need them skip without
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -48,7 +50,12 @@ def run_script():
 
     def run(*args, check=False, env=None, timeout=400):
         done = subprocess.run(
-            [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})}
+            [sys.executable, *args],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
         )
         if check and done.returncode:
             raise AssertionError(f"{args} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

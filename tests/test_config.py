@@ -24,7 +24,10 @@ def write(tmp_path, text, name="c.py"):
         ("import os", ":1: a config file holds only assignments `key = value`"),
         ("model = ", ":1: not valid Python"),
         ("steps = 3", "model is not set"),
-        ("model = 'm'\nresampling = 'nearest'", "resampling must be one of box, bilinear, bicubic, lanczos, but is 'nearest'"),
+        (
+            "model = 'm'\nresampling = 'nearest'",
+            "resampling must be one of box, bilinear, bicubic, lanczos, but is 'nearest'",
+        ),
         ("model = 'm'\nmin_pixels = 9\nmax_pixels = 4", "min_pixels 9 is above max_pixels 4"),
         ("model = 'm'\ngroup_size = 0", "group_size must be at least 1, but is 0"),
     ],
@@ -66,8 +69,16 @@ def test_shipped_configs_load(name):
 
 
 def test_published_numbers_of_the_7b_recipe():
-    cfg = load_config(["configs/7b.py"])  # DeepEyes: 256 prompts x 16, lr 1e-6, prompt 8192, response 20480, 10240 a turn, 5 turns
+    cfg = load_config(
+        ["configs/7b.py"]
+    )  # DeepEyes: 256 prompts x 16, lr 1e-6, prompt 8192, response 20480, 10240 a turn, 5 turns
     assert (cfg.prompts_per_step, cfg.group_size, cfg.lr) == (256, 16, 1e-6)
-    assert (cfg.max_prompt_len, cfg.max_response_len, cfg.max_turn_len, cfg.max_turns, cfg.rollout_tp) == (8192, 20480, 10240, 5, 1)
+    assert (cfg.max_prompt_len, cfg.max_response_len, cfg.max_turn_len, cfg.max_turns, cfg.rollout_tp) == (
+        8192,
+        20480,
+        10240,
+        5,
+        1,
+    )
     cfg = load_config(["configs/32b.py"])
     assert (cfg.rollout_tp, cfg.max_turns, cfg.prompts_per_step) == (4, 20, 256)

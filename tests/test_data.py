@@ -8,10 +8,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import SHARED
 from PIL import Image
 
-from conftest import SHARED
-from data import Codec, DataError, ImageRules, ParquetData, View, decode_image, make_microbatches, parse_row, write_parquet
+from data import (
+    Codec,
+    DataError,
+    ImageRules,
+    ParquetData,
+    View,
+    decode_image,
+    make_microbatches,
+    parse_row,
+    write_parquet,
+)
 
 
 def png(color=(1, 2, 3), size=(40, 30)):
@@ -49,7 +59,10 @@ def test_round_trip_and_row_groups(tmp_path):
 def test_shuffling_is_seeded_covers_every_row_and_changes_with_the_epoch(tmp_path):
     path = str(tmp_path / "d.parquet")
     write_parquet(path, [row(extra_info={"index": i}) for i in range(12)], row_group_size=5)
-    draw = lambda seed: [s.extra_info["index"] for s, _ in zip(ParquetData([path]).shuffled(seed), range(24), strict=False)]  # noqa: E731
+
+    def draw(seed):
+        return [s.extra_info["index"] for s, _ in zip(ParquetData([path]).shuffled(seed), range(24), strict=False)]
+
     a, b = draw(1), draw(2)
     assert a == draw(1) != b
     assert sorted(a[:12]) == sorted(a[12:]) == list(range(12)) and a[:12] != a[12:]
@@ -59,7 +72,9 @@ def test_large_nested_images_are_read_in_small_batches(tmp_path):
     """Plain table reads of such files fail or double the memory; every batch here holds at most 16 rows."""
     path = str(tmp_path / "big.parquet")
     noise = np.random.default_rng(0).bytes(1 << 20)
-    write_parquet(path, [row(images=[{"bytes": noise + bytes([i]), "path": None}]) for i in range(40)], row_group_size=40)
+    write_parquet(
+        path, [row(images=[{"bytes": noise + bytes([i]), "path": None}]) for i in range(40)], row_group_size=40
+    )
     assert [s.images[0][-1] for s in ParquetData([path])] == list(range(40))
 
 
@@ -117,7 +132,16 @@ def test_both_views_of_a_sequence(codec):
     ids = [1, *codec.image_ids(), 2, *codec.image_ids()]
     pad = codec.image_token_id
     expanded = codec.expand(ids, [(56, 84), (28, 28)])
-    assert expanded == [1, codec.vision_start, *[pad] * 6, codec.vision_end, 2, codec.vision_start, pad, codec.vision_end]
+    assert expanded == [
+        1,
+        codec.vision_start,
+        *[pad] * 6,
+        codec.vision_end,
+        2,
+        codec.vision_start,
+        pad,
+        codec.vision_end,
+    ]
     with pytest.raises(ValueError, match="more image pads than the 1 images"):
         codec.expand(ids, [(56, 84)])
     with pytest.raises(ValueError, match="2 image pads, but 3 images"):
@@ -126,7 +150,14 @@ def test_both_views_of_a_sequence(codec):
 
 def test_bans(codec):
     banned = {codec.decode([i]) for i in codec.banned_ids}
-    assert banned == {"<|endoftext|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"}
+    assert banned == {
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    }
     assert codec.stop_ids == [codec.im_end]
 
 
@@ -143,7 +174,10 @@ def test_microbatches_hold_every_row_once_and_each_image_once(codec):
     view_a = View.of(Image.new("RGB", (56, 56), (9, 9, 9)))
     view_b = View.of(Image.new("RGB", (84, 28), (200, 9, 9)))
     rows = [Row(codec, [1, *codec.image_ids()], [view_a], [k, k]) for k in range(5)]
-    rows += [Row(codec, [1, *codec.image_ids(), *codec.image_ids()], [view_b, view_a], [7] * 20), Row(codec, [4, 5], [], [6])]
+    rows += [
+        Row(codec, [1, *codec.image_ids(), *codec.image_ids()], [view_b, view_a], [7] * 20),
+        Row(codec, [4, 5], [], [6]),
+    ]
     batches = make_microbatches(rows, codec, max_tokens=40)
     # Longest first: the row of 32 tokens alone, then four of the nine-token rows in 36 tokens, then the fifth with the text row.
     assert [tuple(b.input_ids.shape) for b in batches] == [(1, 32), (4, 9), (2, 9)]
@@ -151,7 +185,10 @@ def test_microbatches_hold_every_row_once_and_each_image_once(codec):
     assert long.image_index.tolist() == [0, 1] and long.image_grid_thw.tolist() == [[1, 2, 6], [1, 4, 4]]
     assert group.image_index.tolist() == [0, 0, 0, 0], "four rows show one picture: it is held once"
     assert len(group.image_grid_thw) == 1 and len(group.pixel_values) == 16
-    assert rest.input_ids[1].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0] and rest.attention_mask[1].tolist() == [1] * 3 + [0] * 6
+    assert (
+        rest.input_ids[1].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
+        and rest.attention_mask[1].tolist() == [1] * 3 + [0] * 6
+    )
     assert rest.position_ids[:, 1, :3].tolist() == [[0, 1, 2]] * 3 and rest.image_index.tolist() == [0]
     assert sum(int(b.response_mask.sum()) for b in batches) == 5 * 2 + 20 + 1
     for b in batches:
@@ -171,22 +208,41 @@ def qwen(tmp_path_factory):
     source = os.path.join(SHARED, "data", "qwen_tokenizer")
     if not os.path.isdir(source):
         pytest.skip("the real Qwen tokenizer is not beside this checkout")
-    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    from transformers import (
+        AutoTokenizer,
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLVideoProcessor,
+    )
 
     folder = str(tmp_path_factory.mktemp("qwen"))
     tokenizer = AutoTokenizer.from_pretrained(source)
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": 151936}, image_token_id=151655, vision_start_token_id=151652, vision_end_token_id=151653
+        text_config={"vocab_size": 151936},
+        image_token_id=151655,
+        vision_start_token_id=151652,
+        vision_end_token_id=151653,
     )
     config.save_pretrained(folder)
-    Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=tokenizer.chat_template).save_pretrained(folder)
+    Qwen2_5_VLProcessor(
+        Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=tokenizer.chat_template
+    ).save_pretrained(folder)
     return Codec(folder)
 
 
 CHATS = [
     [{"role": "user", "content": "Hello there, what is 12 + 30?"}],
-    [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": " leading space, émoji 🙂 and\n\nlines "}],
-    [{"role": "system", "content": "S"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+    [
+        {"role": "system", "content": "Be brief.\n"},
+        {"role": "user", "content": " leading space, émoji 🙂 and\n\nlines "},
+    ],
+    [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ],
 ]
 
 

@@ -36,12 +36,16 @@ def test_clipped_loss_by_hand():
     advantages = torch.tensor([[1.0, -1.0, 2.0, -1.0, 100.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, True, False]])
     old = torch.full_like(ratios, -2.0)
-    loss, metrics = clipped_policy_loss(old + ratios.log(), old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_dual=3.0)
+    loss, metrics = clipped_policy_loss(
+        old + ratios.log(), old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_dual=3.0
+    )
     assert loss.item() == pytest.approx(-1.28 + 0.8 - 2.0 + 3.0, abs=1e-12)
     assert (metrics["clip_frac"].item(), metrics["clip_dual_frac"].item()) == (2, 1)
     expected_kl = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.0, 4.0))
     assert metrics["approx_kl"].item() == pytest.approx(expected_kl, abs=1e-12)
-    loss, _ = clipped_policy_loss(old + ratios.log(), old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_dual=0.0)
+    loss, _ = clipped_policy_loss(
+        old + ratios.log(), old, advantages, mask, clip_low=0.2, clip_high=0.28, clip_dual=0.0
+    )
     assert loss.item() == pytest.approx(-1.28 + 0.8 - 2.0 + 4.0, abs=1e-12)
 
 
@@ -49,7 +53,9 @@ def test_ratio_one_gives_the_reinforce_gradient_and_masked_tokens_none():
     logprobs = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
     advantages = torch.randn(2, 5, dtype=torch.float64)
     mask = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 1, 0]], dtype=torch.bool)
-    loss, _ = clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2, clip_dual=3.0)
+    loss, _ = clipped_policy_loss(
+        logprobs, logprobs.detach(), advantages, mask, clip_low=0.2, clip_high=0.2, clip_dual=3.0
+    )
     loss.backward()
     assert torch.equal(logprobs.grad, torch.where(mask, -advantages, 0.0))
 
@@ -68,7 +74,9 @@ def test_token_logprobs_against_float64_brute_force():
                 assert logprobs[b, t] == 0 and entropy[b, t] == 0
                 continue
             # From the definition: p(v) over the vocabulary without the banned ids, from the state BEFORE the token.
-            scores = [sum(hidden[b, t - 1, i].item() * head[v, i].item() for i in range(H)) / temperature for v in range(V)]
+            scores = [
+                sum(hidden[b, t - 1, i].item() * head[v, i].item() for i in range(H)) / temperature for v in range(V)
+            ]
             z = sum(math.exp(s) for v, s in enumerate(scores) if v not in banned)
             p = [math.exp(s) / z if v not in banned else 0.0 for v, s in enumerate(scores)]
             assert logprobs[b, t].item() == pytest.approx(math.log(p[tokens[b, t]]), abs=1e-5)  # logits are float32

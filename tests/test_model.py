@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
+from conftest import ROOT, TOY
 from transformers import AutoModelForImageTextToText
 
-from conftest import ROOT, TOY
 from data import add_blank_image, make_microbatches, pad_rows
 from losses import clipped_policy_loss
 from model import Policy, load_lm
@@ -26,7 +26,11 @@ def make_rows(codec, num=10, seed=0):
     for r in rows:
         a = rng.uniform(-1, 1)
         r.__dict__["advantage"] = a
-        r.__class__ = type("Row", (r.__class__,), {"advantages": property(lambda self: [self.advantage * m for m in self.response_mask])})
+        r.__class__ = type(
+            "Row",
+            (r.__class__,),
+            {"advantages": property(lambda self: [self.advantage * m for m in self.response_mask])},
+        )
     return rows
 
 
@@ -34,7 +38,9 @@ def gradient(policy, batches, num_tokens):
     policy.zero_grad()
     for b in batches:
         logprobs, _ = policy(b)
-        loss, _ = clipped_policy_loss(logprobs, logprobs.detach(), b.advantages, b.response_mask, clip_low=0.2, clip_high=0.2)
+        loss, _ = clipped_policy_loss(
+            logprobs, logprobs.detach(), b.advantages, b.response_mask, clip_low=0.2, clip_high=0.2
+        )
         (loss / num_tokens).backward()
     return {n: p.grad.clone() for n, p in policy.named_parameters()}
 
@@ -56,8 +62,12 @@ def test_fast_paths_equal_plain_transformers(codec):
             ids = torch.tensor(r.tokens)[None]
             pixels, grids = codec.pixel_values([v.image for v in r.views])
             types = (ids == codec.image_token_id).long()
-            out = plain.model(input_ids=ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=types).last_hidden_state
-            assert torch.allclose(hidden[i, : len(r.tokens)], out[0], atol=2e-4, rtol=1e-4), (hidden[i, : len(r.tokens)] - out[0]).abs().max()
+            out = plain.model(
+                input_ids=ids, pixel_values=pixels, image_grid_thw=grids, mm_token_type_ids=types
+            ).last_hidden_state
+            assert torch.allclose(hidden[i, : len(r.tokens)], out[0], atol=2e-4, rtol=1e-4), (
+                (hidden[i, : len(r.tokens)] - out[0]).abs().max()
+            )
 
 
 def test_gradient_does_not_depend_on_the_split(codec):
@@ -85,7 +95,13 @@ def test_a_blank_image_changes_nothing(codec):
     policy = Policy(load_lm(TOY, torch.float32), codec.banned_ids)
 
     class TextRow:
-        tokens, response_mask, rollout_logprobs, advantages, views = [1, 2, 3, 4], [0, 0, 1, 1], [0.0] * 4, [0, 0, 1.0, 1.0], []
+        tokens, response_mask, rollout_logprobs, advantages, views = (
+            [1, 2, 3, 4],
+            [0, 0, 1, 1],
+            [0.0] * 4,
+            [0, 0, 1.0, 1.0],
+            [],
+        )
 
     batch = pad_rows([TextRow()], codec)
     without = gradient_or_zero(policy, batch)
@@ -110,7 +126,10 @@ def test_observation_and_prompt_tokens_get_no_gradient_of_their_own(codec):
     spoiled = copy.copy(batch)
     spoiled.advantages = torch.where(batch.response_mask, batch.advantages, 1e6)
     spoiled.rollout_logprobs = torch.where(batch.response_mask, batch.rollout_logprobs, 1e6)
-    loss = [clipped_policy_loss(logprobs, logprobs.detach(), b.advantages, b.response_mask, clip_low=0.2, clip_high=0.2)[0] for b in (batch, spoiled)]
+    loss = [
+        clipped_policy_loss(logprobs, logprobs.detach(), b.advantages, b.response_mask, clip_low=0.2, clip_high=0.2)[0]
+        for b in (batch, spoiled)
+    ]
     assert loss[0] == loss[1]
 
 
@@ -118,7 +137,16 @@ def test_observation_and_prompt_tokens_get_no_gradient_of_their_own(codec):
 def test_two_ranks_give_the_gradient_of_one(codec, tmp_path):
     """FSDP2 through accelerate on two gloo ranks, rows split unevenly, one rank with text only: gradients to 1e-5."""
     script = os.path.join(ROOT, "tests", "two_ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        str(tmp_path),
+    ]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -4,16 +4,18 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoConfig
-
 from conftest import TOY
+from transformers import AutoConfig, AutoModelForImageTextToText
+
 from mrope import rope_positions
 
 P = 9  # image token
 
 
 def positions(tokens, grids):
-    return rope_positions(torch.tensor(tokens), torch.tensor(grids).view(-1, 3), image_token_id=P, merge_size=2).tolist()
+    return rope_positions(
+        torch.tensor(tokens), torch.tensor(grids).view(-1, 3), image_token_id=P, merge_size=2
+    ).tolist()
 
 
 def test_text_only():

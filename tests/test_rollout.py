@@ -6,17 +6,23 @@ import io
 import time
 
 import pytest
+from fake_engine import ScriptedEngine
 from PIL import Image
 
 from data import ImageRules, Sample
-from fake_engine import ScriptedEngine
 from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics
-from toy import answer_text, call_text
 from tools import ToolBase
+from toy import answer_text, call_text
 
 LIMITS = RolloutLimits(
-    max_prompt_len=100, max_response_len=200, max_turn_len=60, max_turns=3, max_tool_errors=2, tool_timeout=5, trajectory_timeout=20
+    max_prompt_len=100,
+    max_response_len=200,
+    max_turn_len=60,
+    max_turns=3,
+    max_tool_errors=2,
+    tool_timeout=5,
+    trajectory_timeout=20,
 )
 RULES = ImageRules(factor=28, min_pixels=112 * 112, max_pixels=112 * 112, resampling="box")
 
@@ -25,12 +31,16 @@ def sample(env="visual_toolbox_v2", images=1, text="hi"):
     buffer = io.BytesIO()
     Image.effect_noise((672, 672), 50).convert("RGB").save(buffer, "PNG")
     prompt = [{"role": "user", "content": "<image>" * images + text}]
-    return Sample("data.parquet row 3", "toy_zoom", prompt, (buffer.getvalue(),) * images, env, "7", {"box": [0, 0, 96, 96]})
+    return Sample(
+        "data.parquet row 3", "toy_zoom", prompt, (buffer.getvalue(),) * images, env, "7", {"box": [0, 0, 96, 96]}
+    )
 
 
 def roll(codec, texts, s=None, tool_kwargs=None, limits=LIMITS, group_size=1, reward=toy_zoom):
     engine = ScriptedEngine(codec, texts)
-    rollout = Rollout(engine, codec, RULES, limits, reward, tool_kwargs or {"visual_toolbox_v2": {"reminder": ""}}, seed=0)
+    rollout = Rollout(
+        engine, codec, RULES, limits, reward, tool_kwargs or {"visual_toolbox_v2": {"reminder": ""}}, seed=0
+    )
     return asyncio.run(rollout.run([s or sample()], group_size, 1.0)), engine
 
 
@@ -39,12 +49,40 @@ def test_band_of_a_two_turn_trajectory(codec):
     call, answer = call_text((0, 0, 16, 16), "red"), answer_text("7", "Now I see it.")
     (t,), engine = roll(codec, [call, answer])
     id_of = codec.tokenizer.get_vocab()
-    start, end, vs, ve, pad = (id_of[f"<|{n}|>"] for n in ("im_start", "im_end", "vision_start", "vision_end", "image_pad"))
+    start, end, vs, ve, pad = (
+        id_of[f"<|{n}|>"] for n in ("im_start", "im_end", "vision_start", "vision_end", "image_pad")
+    )
     newline = id_of["\n"]
-    prompt = [start, id_of["user"], newline, vs, *[pad] * 16, ve, id_of["h"], id_of["i"], end, newline, start, id_of["assistant"], newline]
+    prompt = [
+        start,
+        id_of["user"],
+        newline,
+        vs,
+        *[pad] * 16,
+        ve,
+        id_of["h"],
+        id_of["i"],
+        end,
+        newline,
+        start,
+        id_of["assistant"],
+        newline,
+    ]
     turn1 = [*codec.encode(call), end]
     # A 96 x 96 crop becomes a 112 x 112 view: 16 tokens.
-    observation = [newline, start, id_of["user"], newline, id_of["<tool_response>"], vs, *[pad] * 16, ve, id_of["</tool_response>"], end, newline]
+    observation = [
+        newline,
+        start,
+        id_of["user"],
+        newline,
+        id_of["<tool_response>"],
+        vs,
+        *[pad] * 16,
+        ve,
+        id_of["</tool_response>"],
+        end,
+        newline,
+    ]
     observation += [start, id_of["assistant"], newline]
     turn2 = [*codec.encode(answer), end]
     assert t.tokens == prompt + turn1 + observation + turn2
@@ -163,7 +201,9 @@ def test_a_tool_that_fails_costs_one_observation(codec, act, message):
 
 
 def test_tool_reward_sits_on_the_last_token_of_its_turn(codec):
-    steps = iter([("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n", 0.5, False, {}), ("", 0.25, True, {})])
+    steps = iter(
+        [("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n", 0.5, False, {}), ("", 0.25, True, {})]
+    )
     (t,), _ = roll(codec, ["a", "b"], sample(env="stub"), {"stub": {"act": lambda: next(steps)}})
     ends = [i for i, m in enumerate(t.response_mask) if m and (i + 1 == len(t.tokens) or not t.response_mask[i + 1])]
     assert [t.rewards[i] for i in ends] == [0.5, 0.25 + 0.0] and sum(t.rewards) == 0.75
@@ -189,7 +229,9 @@ def test_a_slow_trajectory_times_out_alone(codec):
 
     done, slow = asyncio.run(both())
     assert done.finish_reason == "answer"
-    assert slow.finish_reason == "invalid" and "response mask" in slow.why_invalid  # nothing was sampled: nothing to learn from
+    assert (
+        slow.finish_reason == "invalid" and "response mask" in slow.why_invalid
+    )  # nothing was sampled: nothing to learn from
 
 
 @pytest.mark.parametrize(
@@ -221,7 +263,9 @@ def test_metrics_by_hand(codec):
     (c,), _ = roll(codec, [BAD, "<think>"])  # failed call, unbalanced: -0.2
     m = {k: s / n for k, (s, n) in rollout_metrics([a, b, c]).items()}
     assert m["reward/mean"] == pytest.approx((2 + 0 - 0.2) / 3)
-    assert m["acc/mean"] == pytest.approx(1 / 3) and m["tool/rate"] == pytest.approx(1 / 3), "a failed call is no tool use"
+    assert m["acc/mean"] == pytest.approx(1 / 3) and m["tool/rate"] == pytest.approx(1 / 3), (
+        "a failed call is no tool use"
+    )
     assert m["iou/mean"] == 1.0 and m["tool/error_frac"] == 0.5
     assert m["finish/answer"] == pytest.approx(2 / 3) and m["finish/stop"] == pytest.approx(1 / 3)
     assert isinstance(a, Trajectory) and m["reward/with_tool"] == 2.0

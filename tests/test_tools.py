@@ -60,8 +60,12 @@ def test_the_frame_matters():
 def test_boxes_by_hand():
     size = dict(view_size=(100, 50), original_size=(1000, 1000))
     assert box_to_original([10, 10, 20, 20], frame="model_pixels", **size) == pytest.approx((100, 200, 200, 400))
-    assert box_to_original([500, 0, 250, 1000], frame="rel1000", **size) == pytest.approx((250, 0, 500, 1000))  # swapped
-    assert box_to_original([-50, 900, 2000, 950], frame="original", **size) == pytest.approx((0, 900, 1000, 950))  # clipped
+    assert box_to_original([500, 0, 250, 1000], frame="rel1000", **size) == pytest.approx(
+        (250, 0, 500, 1000)
+    )  # swapped
+    assert box_to_original([-50, 900, 2000, 950], frame="original", **size) == pytest.approx(
+        (0, 900, 1000, 950)
+    )  # clipped
     # 4 x 4 around (102, 102) grows to 28 x 28 around it; at a corner it moves inside; a small image bounds it.
     assert crop_box((100, 100, 104, 104), (500, 500), min_side=28, max_aspect=100) == (88, 88, 116, 116)
     assert crop_box((0, 496, 4, 500), (500, 500), min_side=28, max_aspect=100) == (0, 472, 28, 500)
@@ -70,12 +74,18 @@ def test_boxes_by_hand():
     assert crop_box((0, 100, 400, 102), (500, 500), min_side=28, max_aspect=8) == (0, 76, 400, 126)
 
 
-anything = st.one_of(st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(allow_nan=True), st.text(max_size=5))
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(allow_nan=True), st.text(max_size=5)
+)
 boxes = st.one_of(anything, st.lists(anything, max_size=6), st.lists(st.floats(-2000, 2000), min_size=4, max_size=4))
 
 
 @settings(max_examples=300, deadline=None)
-@given(box=boxes, size=st.tuples(st.integers(1, 300), st.integers(1, 300)), frame=st.sampled_from(["model_pixels", "rel1000", "original"]))
+@given(
+    box=boxes,
+    size=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    frame=st.sampled_from(["model_pixels", "rel1000", "original"]),
+)
 def test_any_box_gives_a_legal_crop_or_a_text_error(box, size, frame):
     rules = ImageRules(factor=28, min_pixels=56 * 56, max_pixels=112 * 112, resampling="box")
     image = Image.new("RGB", size)
@@ -129,7 +139,9 @@ def test_schema_names_the_arguments_that_are_read():
     for name, schema in VisualToolboxV2.parameters.items():
         required = schema["function"]["parameters"]["required"]
         good = {"bbox_2d": [0, 0, 30, 30], "angle": 5}
-        observation, _, _, info = toolbox(Image.new("RGB", (64, 64))).execute(call(name, **{k: good[k] for k in required}))
+        observation, _, _, info = toolbox(Image.new("RGB", (64, 64))).execute(
+            call(name, **{k: good[k] for k in required})
+        )
         assert info["ok"], observation
 
 
@@ -155,9 +167,18 @@ def test_observation_forms():
     assert Observation.parse("") == Observation.parse(None) == Observation("", [])
     assert Observation.parse("hello") == Observation("hello", [])
     assert Observation.parse(chat[:0]) == Observation("", [])
-    assert Observation.parse({"prompt": "<image>x", "multi_modal_data": {"image": [image]}}) == Observation("<image>x", [image])
+    assert Observation.parse({"prompt": "<image>x", "multi_modal_data": {"image": [image]}}) == Observation(
+        "<image>x", [image]
+    )
     assert Observation.parse({"chat": chat, "multi_modal_data": {"image": [image]}}) == Observation(chat, [image])
-    for bad in ("<image>", {"prompt": "x", "multi_modal_data": {"image": [image]}}, chat, 7, [1], {"chat": [{"role": "user"}]}):
+    for bad in (
+        "<image>",
+        {"prompt": "x", "multi_modal_data": {"image": [image]}},
+        chat,
+        7,
+        [1],
+        {"chat": [{"role": "user"}]},
+    ):
         with pytest.raises(ToolError):
             Observation.parse(bad)
     with pytest.raises(ToolError, match="PIL"):

@@ -1,0 +1,153 @@
+"""The real script: two ranks for three steps, the checkpoint it leaves, the sentences it says, and how it is interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, TOY
+
+from data import write_parquet
+
+pytestmark = pytest.mark.slow
+SMALL = [
+    "--prompts_per_step=4",
+    "--group_size=4",
+    "--steps=3",
+    "--show=1",
+    "--engine_kv_cache_mb=64",
+    "--warmup_steps=0",
+]
+
+
+def arguments(toy_data, out):
+    files = [f"--{split}_files=['{toy_data}/{split}.parquet']" for split in ("train", "eval")]
+    return ["configs/toy.py", *files, f"--out_dir={out}", *SMALL]
+
+
+def read_log(out):
+    with open(out / "log.jsonl") as f:
+        head, *records = map(json.loads, f)
+    return head, [r for r in records if "reward/mean" in r], [r for r in records if "eval/accuracy" in r]
+
+
+def test_three_steps_on_two_ranks_and_one_more_from_the_checkpoint(toy_data, tmp_path, run_script):
+    out = tmp_path / "two"
+    done = run_script(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        *arguments(toy_data, out),
+        check=True,
+    )
+    head, steps, evals = read_log(out)
+    assert head["hardware"]["ranks"] == 2 and head["config"]["steps"] == 3 and head["versions"]["vllm"]
+    assert [r["step"] for r in steps] == [1, 2, 3] and [r["step"] for r in evals] == [0, 3]
+    for r in steps:
+        assert r["mismatch/max"] < 1e-4 and r["push/error"] < 1e-4 and r["grad_norm"] > 0
+        assert r["num_tokens"] > 0 and r["lr"] == 3e-4
+        assert {
+            "acc/mean",
+            "tool/rate",
+            "response_len/mean",
+            "time/rollout",
+            "time/update",
+            "time/push",
+            "finish/answer",
+        } <= set(r)
+    assert (out / "curve.png").stat().st_size > 10_000
+    assert "⟦<think>" in done.stdout and "[image 112x112: 16" in done.stdout
+
+    from model import load_lm
+
+    before, after = load_lm(TOY, torch.float32).state_dict(), load_lm(str(out / "final"), torch.float32).state_dict()
+    assert set(before) == set(after)
+    moved = [k for k in before if not torch.equal(before[k], after[k])]
+    assert len(moved) > 0.9 * len(before), "nearly every parameter must have moved"
+    assert max(float((before[k] - after[k]).abs().max()) for k in before) < 3 * 3e-4 * 1.01, (
+        "Adam moves at most lr per step"
+    )
+
+    # vLLM loads the checkpoint too, and the run goes on from it: one rank, one step.
+    again = tmp_path / "again"
+    run_script("train.py", *arguments(toy_data, again), f"--model={out}/final", "--steps=1", check=True)
+    _, steps, _ = read_log(again)
+    assert len(steps) == 1 and steps[0]["mismatch/max"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--stepz=3"], "ConfigError: --stepz: unknown key 'stepz'; did you mean 'steps'?"),
+        (["--model=no/such/folder"], "DataError: model folder 'no/such/folder'"),
+        (["--train_files=['gone.parquet']", "--prepare="], "DataError: data file 'gone.parquet'"),
+        (["--env_name=teleporter"], "row 0: unknown tool 'teleporter'; there are visual_toolbox_v2"),
+    ],
+)
+def test_one_sentence_for_each_mistake(toy_data, tmp_path, run_script, change, message):
+    done = run_script("train.py", *arguments(toy_data, tmp_path / "x"), *change)
+    assert done.returncode == 1
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_broken_image_is_named_with_its_row(toy_data, tmp_path, run_script):
+    rows = pq.read_table(toy_data / "train.parquet").to_pylist()
+    for i, row in enumerate(rows):
+        if i != 0:  # the first row serves the probe: the run gets as far as its first step
+            row["images"] = [{"bytes": b"not a picture", "path": None}]
+    write_parquet(str(tmp_path / "broken.parquet"), rows)
+    done = run_script("train.py", *arguments(toy_data, tmp_path / "x"), f"--train_files=['{tmp_path}/broken.parquet']")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        "DataError: " in done.stderr
+        and "broken.parquet row " in done.stderr
+        and "an image cannot be decoded" in done.stderr
+    )
+
+
+def test_interrupt_leaves_no_process_behind(toy_data, tmp_path):
+    out = tmp_path / "cut"
+    command = [sys.executable, "train.py", *arguments(toy_data, out), "--steps=1000"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.time() + 120
+        while time.time() < deadline and (
+            not (out / "log.jsonl").exists() or (out / "log.jsonl").read_text().count("\n") < 4
+        ):
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.2)
+        session = os.getsid(process.pid)
+        members = [p.pid for p in psutil.process_iter() if _session(p.pid) == session]
+        assert len(members) >= 2, "trainer and engine are separate processes"
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1 and "interrupted" in output, output[-2000:]
+        time.sleep(0.5)
+        assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _session(pid):
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_code_is_formatted_and_linted():
+    for command in (["format", "--check"], ["check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
