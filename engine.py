@@ -8,6 +8,7 @@ small `shm` backend below on CPU, registered the same way and driven by the same
 import asyncio
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -19,6 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own business with torch
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
@@ -92,7 +94,7 @@ class VLLMEngine:
                 enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(16384, max_len)
             )
         else:
-            options |= dict(enable_sleep_mode=True, gpu_memory_utilization=gpu_frac)
+            options |= dict(gpu_memory_utilization=gpu_frac)
         args = AsyncEngineArgs(
             model=folder,
             dtype=dtype,
@@ -106,6 +108,7 @@ class VLLMEngine:
             generation_config="vllm",  # the folder's own sampling defaults (top_p, ...) must not leak into training
             weight_transfer_config=WeightTransferConfig(backend="shm" if on_cpu else "ipc"),
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **options,
         )
         before = dict(os.environ)

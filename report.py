@@ -84,7 +84,7 @@ class Report:
 
     def note(self, text: str) -> None:
         if self.progress:
-            self.progress.console.print(text, highlight=False)
+            self.progress.console.print(text, highlight=False, soft_wrap=True)
 
     def tick(self, trajectory) -> None:
         """A trajectory of the running step has ended."""
@@ -147,7 +147,7 @@ def show_trajectory(t, codec, console: Console) -> None:
             text = escape(codec.decode(t.tokens[at:end]))
             pieces.append(f"[bold green]⟦{text}⟧[/bold green]" if sampled else text)
         at = end
-    console.print("".join(pieces), highlight=False)
+    console.print("".join(pieces), highlight=False, soft_wrap=True)
 
 
 def draw_curve(logs: list[str], path: str) -> None:

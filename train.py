@@ -173,6 +173,11 @@ def train(cfg: Config) -> None:
             check_data(d)
     own_prompts = cfg.prompts_per_step // dist.WORLD_SIZE
     torch.set_num_threads(CORES)
+    if dist.IS_MAIN:
+        print(
+            f"starting {'an engine' if dist.WORLD_SIZE == 1 else f'{dist.WORLD_SIZE} engines'} on {cfg.model}",
+            flush=True,
+        )
     # The engine comes before torch.distributed, whose state its forked processes must not inherit.
     engine = VLLMEngine(
         cfg.model,
@@ -288,7 +293,7 @@ def train(cfg: Config) -> None:
                     cfg.model,
                     os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}"),
                 )
-        report.finish(trajectories[: cfg.show], codec)
+        report.finish(trajectories[:: cfg.group_size][: cfg.show], codec)
     finally:
         if report:
             report.close()
