@@ -256,7 +256,8 @@ class Codec:
         self.vocab_size = self.config.get_text_config().vocab_size
         self.stop_ids = [self.im_end]
         chat_control = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-        self.banned_ids = sorted((chat_control | set(range(len(self.tokenizer), self.vocab_size))) - set(self.stop_ids))
+        self.banned = frozenset((chat_control | set(range(len(self.tokenizer), self.vocab_size))) - set(self.stop_ids))
+        self.banned_ids = sorted(self.banned)
 
     def encode(self, text: str) -> list[int]:
         """Plain text; special tokens written in it stay plain characters."""
@@ -359,15 +360,16 @@ _PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
 def make_microbatches(rows: list, codec: Codec, max_tokens: int, pad_id: int = 0) -> list[MicroBatch]:
     """Trajectories (with `tokens`, `response_mask`, `rollout_logprobs`, `advantages`, `views`) -> micro-batches.
 
-    Rows of similar length go together; a micro-batch holds at most `max_tokens` tokens, padding counted, and at least
-    one row. How rows are laid out is this function's own business: the loss is a sum over response tokens.
+    Rows of similar length go together; a micro-batch holds at most `max_tokens` tokens, padding counted, or one row.
+    How rows are laid out is this function's own business: the loss is a sum over response tokens.
     """
-    order = sorted(rows, key=lambda r: -len(r.tokens))
-    chunks, start = [], 0
-    while start < len(order):
-        size = max(1, max_tokens // len(order[start].tokens))
-        chunks.append(order[start : start + size])
-        start += size
+    chunks: list[list] = []
+    for row in sorted(rows, key=lambda r: -len(r.tokens)):
+        longest = len(chunks[-1][0].tokens) if chunks else 0
+        # A row under three quarters of the longest would be more than a quarter padding: it starts a micro-batch.
+        if 4 * len(row.tokens) < 3 * longest or not chunks or (len(chunks[-1]) + 1) * longest > max_tokens:
+            chunks.append([])
+        chunks[-1].append(row)
     return list(_PIXEL_THREADS.map(lambda c: pad_rows(c, codec, pad_id), chunks))
 
 

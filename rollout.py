@@ -141,8 +141,7 @@ class Trajectory:
         sampled = [(t, p) for t, p, m in zip(self.tokens, self.rollout_logprobs, self.response_mask, strict=True) if m]
         if not all(math.isfinite(p) for _, p in sampled):
             return "a sampled token has no finite logprob"
-        banned = set(codec.banned_ids)
-        if any(t in banned for t, _ in sampled):
+        if not codec.banned.isdisjoint(t for t, _ in sampled):
             return "a banned token was sampled"
         if codec.has_vision:
             pads = self.tokens.count(codec.image_token_id)
@@ -173,9 +172,7 @@ class Rollout:
     ):
         self.engine, self.codec, self.rules, self.limits = engine, codec, rules, limits
         self.reward, self.tool_kwargs, self.seed = reward, tool_kwargs, seed
-        self.threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="tools"
-        )  # tools and image work, off the event loop
+        self.threads = ThreadPoolExecutor(threads, "tools")  # tools and image work, off the event loop
 
     # ------------------------------------------------------------------------------------------------ prompts
     def prepare(self, sample: Sample) -> Prompt:

@@ -19,6 +19,7 @@ from data import (
     View,
     decode_image,
     make_microbatches,
+    pad_rows,
     parse_row,
     write_parquet,
 )
@@ -179,22 +180,28 @@ def test_microbatches_hold_every_row_once_and_each_image_once(codec):
         Row(codec, [4, 5], [], [6]),
     ]
     batches = make_microbatches(rows, codec, max_tokens=40)
-    # Longest first: the row of 32 tokens alone, then four of the nine-token rows in 36 tokens, then the fifth with the text row.
-    assert [tuple(b.input_ids.shape) for b in batches] == [(1, 32), (4, 9), (2, 9)]
-    long, group, rest = batches
+    # Longest first: the row of 32 tokens alone, four of the nine-token rows in 36 tokens, the fifth, the row of three.
+    assert [tuple(b.input_ids.shape) for b in batches] == [(1, 32), (4, 9), (1, 9), (1, 3)]
+    long, group, _, text_only = batches
     assert long.image_index.tolist() == [0, 1] and long.image_grid_thw.tolist() == [[1, 2, 6], [1, 4, 4]]
     assert group.image_index.tolist() == [0, 0, 0, 0], "four rows show one picture: it is held once"
     assert len(group.image_grid_thw) == 1 and len(group.pixel_values) == 16
-    assert (
-        rest.input_ids[1].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
-        and rest.attention_mask[1].tolist() == [1] * 3 + [0] * 6
-    )
-    assert rest.position_ids[:, 1, :3].tolist() == [[0, 1, 2]] * 3 and rest.image_index.tolist() == [0]
+    assert text_only.pixel_values is None and text_only.position_ids[:, 0].tolist() == [[0, 1, 2]] * 3
     assert sum(int(b.response_mask.sum()) for b in batches) == 5 * 2 + 20 + 1
     for b in batches:
         assert (b.advantages == 2.0 * b.response_mask).all() and (b.rollout_logprobs == -0.5 * b.response_mask).all()
-    (text_only,) = make_microbatches([Row(codec, [4, 5], [], [6])], codec, max_tokens=40)
-    assert text_only.pixel_values is None
+
+
+def test_padding(codec):
+    rows = [
+        Row(codec, [1, *codec.image_ids()], [View.of(Image.new("RGB", (56, 56)))], [3, 3]),
+        Row(codec, [4, 5], [], [6]),
+    ]
+    batch = pad_rows(rows, codec)
+    assert batch.input_ids[1].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
+    assert batch.attention_mask[1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert batch.response_mask[1].tolist() == [False, False, True] + [False] * 6
+    assert batch.position_ids[:, 1, :3].tolist() == [[0, 1, 2]] * 3 and batch.image_index.tolist() == [0]
 
 
 def test_equal_pixels_equal_uuid():
