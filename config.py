@@ -59,7 +59,7 @@ class Config:
     engine_kv_cache_mb: int = 0  # explicit KV cache size; 0 = vLLM's own choice from gpu_memory_utilization
     engine_gpu_frac: float = 0.6  # share of the device's memory for the engine
     engine_block_size: int = 32  # KV block in tokens; prefix-cache hits come in whole blocks
-    engine_threads: int = 0  # OpenMP threads of the engine on CPU; 0 = cores / ranks on this machine
+    engine_threads: int = 1  # OpenMP threads of the engine on CPU
     rollout_tp: int = 1  # tensor-parallel size of an engine
     # objective
     norm_by_std: bool = True  # GRPO divides by the group's standard deviation; False = Dr. GRPO's advantage

@@ -53,7 +53,11 @@ class Generation:
 
 
 class VLLMEngine:
-    """An `AsyncLLM` on this rank's device. Create it before torch.distributed: forked children would inherit the group."""
+    """An `AsyncLLM` on this rank's device.
+
+    Create it before torch.distributed, whose group forked children would inherit, and before torch has computed anything
+    in several threads: a forked child cannot use them and would wait for ever (`threads=1` is safe at any time).
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class VLLMEngine:
         kv_cache_mb: int = 0,
         gpu_frac: float = 0.6,
         tensor_parallel: int = 1,
-        threads: int = 0,
+        threads: int = 1,
         stop: tuple[str, ...] = (),
     ):
         self.codec, self.stop = codec, list(stop)
@@ -112,8 +116,6 @@ class VLLMEngine:
             **options,
         )
         before = dict(os.environ)
-        if on_cpu and threads:
-            os.environ["OMP_NUM_THREADS"] = str(threads)
         config = args.create_engine_config()
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise RuntimeError(f"the engine reports {config.model_config.logprobs_mode}, not processed_logprobs")
@@ -127,8 +129,12 @@ class VLLMEngine:
         async def start():
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
+        own_threads = torch.get_num_threads()
+        if on_cpu:
+            torch.set_num_threads(threads)  # the forked child inherits it
         self.llm = self.loop.run_until_complete(start())
-        for key in ("OMP_NUM_THREADS", "LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
+        torch.set_num_threads(own_threads)
+        for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
             os.environ.pop(key, None)
             os.environ.update({key: before[key]} if key in before else {})
 

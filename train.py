@@ -191,7 +191,7 @@ def train(cfg: Config) -> None:
         kv_cache_mb=cfg.engine_kv_cache_mb,
         gpu_frac=cfg.engine_gpu_frac,
         tensor_parallel=cfg.rollout_tp,
-        threads=cfg.engine_threads or CORES,
+        threads=cfg.engine_threads,
         stop=tuple(cfg.stop),
     )
     report = None

@@ -25,7 +25,6 @@ max_turn_len = 24  # a call is 23 tokens, an answer 8
 tool_kwargs = {"visual_toolbox_v2": {"reminder": ""}}  # the tiny tokenizer would spell it letter by letter
 
 engine_dtype = "float32"
-engine_threads = 1  # the engine's process takes one core, the event loop and the image work the other
 engine_kv_cache_mb = 256
 dtype = "float32"
 

@@ -38,7 +38,7 @@ def vllm_engine(codec):
     """A real vLLM on the toy's base model, one per test module."""
     from engine import VLLMEngine
 
-    engine = VLLMEngine(TOY, codec, max_len=320, max_images=8, max_num_seqs=32, kv_cache_mb=64, threads=2)
+    engine = VLLMEngine(TOY, codec, max_len=320, max_images=8, max_num_seqs=32, kv_cache_mb=64, threads=1)
     yield engine
     engine.close()
 

@@ -96,7 +96,7 @@ def test_every_parameter_arrives(vllm_engine, codec, policy, trajectories, toy_d
     for name, p in policy.lm.named_parameters():
         old = p.detach().clone()
         with torch.no_grad():
-            p.add_((0.5 if p.ndim == 1 else 0.3 * p.std()) * torch.randn_like(p))
+            p.add_((0.5 if p.ndim == 1 else p.std()) * torch.randn_like(p))
         moved = error()
         vllm_engine.push(policy.lm, 0)
         back = error()
