@@ -232,16 +232,12 @@ class Codec:
         self._plain = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         self._plain.encode_special_tokens = True
         special = self.tokenizer.get_added_vocab()
-        need = ["<|im_start|>", "<|im_end|>"] + [
-            "<|vision_start|>",
-            "<|vision_end|>",
-            "<|image_pad|>",
-        ] * self.has_vision
-        missing = [t for t in need if t not in special]
+        need = ["<|im_start|>", "<|im_end|>"]
+        if self.has_vision:
+            need += ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+        missing = ", ".join(t for t in need if t not in special)
         if missing:
-            raise DataError(
-                f"model folder {folder!r}: the tokenizer lacks {', '.join(missing)}; only ChatML models are supported"
-            )
+            raise DataError(f"model folder {folder!r}: the tokenizer lacks {missing}; only ChatML models are supported")
         self.im_start, self.im_end = special["<|im_start|>"], special["<|im_end|>"]
         if self.has_vision:
             self.vision_start, self.vision_end = special["<|vision_start|>"], special["<|vision_end|>"]
@@ -290,8 +286,13 @@ class Codec:
         """
         ids = []
         for m in messages:
-            content = self.encode_slots(m["content"]) if slots else self.encode(m["content"])
-            ids += [self.im_start, *self.encode(m["role"] + "\n"), *content, self.im_end, *self.encode("\n")]
+            text = m["role"] + "\n" + m["content"]  # in one piece: "\n\n" can be one token
+            ids += [
+                self.im_start,
+                *(self.encode_slots(text) if slots else self.encode(text)),
+                self.im_end,
+                *self.encode("\n"),
+            ]
         return ids + [self.im_start, *self.encode("assistant\n")]
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:

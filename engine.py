@@ -135,8 +135,10 @@ class VLLMEngine:
         self.llm = self.loop.run_until_complete(start())
         torch.set_num_threads(own_threads)
         for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
-            os.environ.pop(key, None)
-            os.environ.update({key: before[key]} if key in before else {})
+            if key in before:
+                os.environ[key] = before[key]
+            else:
+                os.environ.pop(key, None)
 
     async def generate(
         self, ids: list[int], views: list[View], *, max_tokens: int, temperature: float, seed: int

@@ -142,13 +142,20 @@ class Learner:
 
     @torch.no_grad()
     def probe(self, engine: VLLMEngine, prompt) -> float:
-        """Largest |logprob(trainer) - logprob(engine)| on a few tokens after one fixed prompt: is the push complete?"""
+        """Largest |logprob(trainer) - logprob(engine)| on a few tokens after one fixed prompt, over all ranks.
+
+        In float32 on both sides a gap of 1e-3 is no rounding any more: a weight did not arrive, or the two sides see
+        different images, positions or temperatures. Training on would be training on another policy's samples.
+        """
         t = Trajectory.start(prompt, 0)
         g = engine.run(engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0))
         t.append_sampled(g.ids, g.logprobs, g.version)
         batch = pad_rows([t], self.codec).to(self.accelerator.device)
         logprobs, _ = self.policy(batch, self.cfg.temperature)
-        return float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max())
+        error = dist.largest(float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()))
+        if error > 1e-3 and self.cfg.dtype == self.cfg.engine_dtype == "float32":
+            raise RuntimeError(f"after a weight push engine and trainer differ by {error:.1e} on a fixed prompt")
+        return error
 
 
 def evaluate(rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float) -> dict[str, float]:
@@ -160,31 +167,16 @@ def evaluate(rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperatur
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
 
 
-def train(cfg: Config) -> None:
-    torch.manual_seed(cfg.seed)
-    prepare_data(cfg)
-    if cfg.prompts_per_step % dist.WORLD_SIZE:
-        raise ConfigError(f"prompts_per_step {cfg.prompts_per_step} is not divisible by {dist.WORLD_SIZE} ranks")
-    codec = Codec(cfg.model)
-    data = ParquetData(cfg.train_files, cfg.env_name)
-    eval_data = ParquetData(cfg.eval_files, cfg.env_name) if cfg.eval_files else None
-    for d in (data, eval_data):
-        if d:
-            check_data(d)
-    own_prompts = cfg.prompts_per_step // dist.WORLD_SIZE
-    torch.set_num_threads(CORES)
+def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
+    """This rank's engine. It comes before torch.distributed, whose state its forked processes must not inherit."""
     if dist.IS_MAIN:
-        print(
-            f"starting {'an engine' if dist.WORLD_SIZE == 1 else f'{dist.WORLD_SIZE} engines'} on {cfg.model}",
-            flush=True,
-        )
-    # The engine comes before torch.distributed, whose state its forked processes must not inherit.
-    engine = VLLMEngine(
+        print(f"starting vLLM on {cfg.model}, {dist.WORLD_SIZE} engine(s)", flush=True)
+    return VLLMEngine(
         cfg.model,
         codec,
         max_len=cfg.max_prompt_len + cfg.max_response_len,
         max_images=cfg.max_turns + 8,
-        max_num_seqs=min(256, own_prompts * cfg.group_size),
+        max_num_seqs=min(256, cfg.prompts_per_step // dist.WORLD_SIZE * cfg.group_size),
         dtype=cfg.engine_dtype,
         seed=cfg.seed * 1000 + dist.RANK,
         block_size=cfg.engine_block_size,
@@ -194,71 +186,89 @@ def train(cfg: Config) -> None:
         threads=cfg.engine_threads,
         stop=tuple(cfg.stop),
     )
-    report = None
+
+
+def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
+    """The multi-turn loop with its image rules, limits, tools and reward, as the config says."""
+    factor = codec.patch_size * codec.merge_size if codec.has_vision else 1
+    limits = RolloutLimits(
+        max_prompt_len=cfg.max_prompt_len,
+        max_response_len=cfg.max_response_len,
+        max_turn_len=cfg.max_turn_len,
+        max_turns=cfg.max_turns,
+        max_tool_errors=cfg.max_tool_errors,
+        tool_timeout=cfg.tool_timeout,
+        trajectory_timeout=cfg.trajectory_timeout,
+    )
+    frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
+    weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
+    return Rollout(
+        engine,
+        codec,
+        ImageRules(factor, cfg.min_pixels, cfg.max_pixels, cfg.resampling),
+        limits,
+        reward=lambda t: reward_function(t.sample.data_source)(t, **weights),
+        tool_kwargs={name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry},
+        seed=cfg.seed << 20,
+    )
+
+
+def valid_rows(cfg: Config, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """Those that hold all invariants and have a reward; too many others, over all ranks, stop the run."""
+    rows = [t for t in trajectories if not t.why_invalid and t.reward_parts["score"] is not None]
+    lost = dist.total(len(trajectories) - len(rows))
+    if lost > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
+        raise RuntimeError(f"{lost:.0f} trajectories left the batch: {dict(why_invalid(trajectories).most_common(3))}")
+    return rows
+
+
+def train(cfg: Config) -> None:
+    torch.manual_seed(cfg.seed)
+    torch.set_num_threads(CORES)
+    if cfg.prompts_per_step % dist.WORLD_SIZE:
+        raise ConfigError(f"prompts_per_step {cfg.prompts_per_step} is not divisible by {dist.WORLD_SIZE} ranks")
+    prepare_data(cfg)
+    codec = Codec(cfg.model)
+    data = ParquetData(cfg.train_files, cfg.env_name)
+    eval_data = ParquetData(cfg.eval_files, cfg.env_name) if cfg.eval_files else None
+    check_data(data)
+    if eval_data:
+        check_data(eval_data)
+    engine, report = start_engine(cfg, codec), None
     try:
         dist.init()
-        learner = Learner(cfg, codec)
-        factor = codec.patch_size * codec.merge_size if codec.has_vision else 1
-        rules = ImageRules(factor, cfg.min_pixels, cfg.max_pixels, cfg.resampling)
-        limits = RolloutLimits(
-            max_prompt_len=cfg.max_prompt_len,
-            max_response_len=cfg.max_response_len,
-            max_turn_len=cfg.max_turn_len,
-            max_turns=cfg.max_turns,
-            max_tool_errors=cfg.max_tool_errors,
-            tool_timeout=cfg.tool_timeout,
-            trajectory_timeout=cfg.trajectory_timeout,
-        )
-        frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
-        tool_kwargs = {name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry}
-        weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
-        rollout = Rollout(
-            engine,
-            codec,
-            rules,
-            limits,
-            lambda t: reward_function(t.sample.data_source)(t, **weights),
-            tool_kwargs,
-            seed=cfg.seed << 20,
-        )
-        report = Report(cfg)
-        stream = data.shuffled(cfg.seed)
+        learner, rollout, report = Learner(cfg, codec), make_rollout(cfg, codec, engine), Report(cfg)
         probe_prompt = rollout.prepare(next(iter(data)))
         engine.push(learner.policy.lm, 0)
-        report.note(
-            f"engine and trainer agree on a fixed prompt within {dist.largest(learner.probe(engine, probe_prompt)):.1e}"
-        )
+        error = learner.probe(engine, probe_prompt)
+        report.note(f"engine and trainer agree on a fixed prompt within {error:.1e}")
         if eval_data:
             report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
-        trajectories: list[Trajectory] = []
+
+        stream = data.shuffled(cfg.seed)
+        share = cfg.prompts_per_step // dist.WORLD_SIZE  # prompts of this rank
         for step in range(cfg.steps):
             clock = Clock()
 
             # 1. roll out, 2. reward
-            samples = [next(stream) for _ in range(cfg.prompts_per_step)][
-                dist.RANK * own_prompts : (dist.RANK + 1) * own_prompts
-            ]
-            first_group = step * cfg.prompts_per_step + dist.RANK * own_prompts
-            trajectories = engine.run(
-                rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick)
-            )
-            rows = [t for t in trajectories if not t.why_invalid and t.reward_parts["score"] is not None]
-            lost = dist.total(len(trajectories) - len(rows))
-            if lost > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
-                reasons = dict(why_invalid(trajectories).most_common(3))
-                raise RuntimeError(f"{lost:.0f} trajectories of step {step} left the batch: {reasons}")
+            samples = [next(stream) for _ in range(cfg.prompts_per_step)][dist.RANK * share :][:share]
+            first_group = step * cfg.prompts_per_step + dist.RANK * share
+            episode = rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick)
+            trajectories = engine.run(episode)
+            rows = valid_rows(cfg, trajectories)
             clock.lap("time/rollout")
 
             # 3. advantages
             rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
             groups = torch.tensor([t.group_id for t in rows])
-            for t, a in zip(rows, grpo_advantages(rewards, groups, norm_by_std=cfg.norm_by_std).tolist(), strict=True):
-                t.advantage = a
+            advantages = grpo_advantages(rewards, groups, norm_by_std=cfg.norm_by_std)
+            for t, advantage in zip(rows, advantages.tolist(), strict=True):
+                t.advantage = advantage
 
             # 4. pack into micro-batches, count response tokens over all ranks
             live = [t for t in rows if t.advantage != 0.0]
             num_tokens = int(dist.total(sum(t.num_sampled for t in rows)))
-            batches = learner.microbatches(live, trajectories[0])
+            batches = learner.microbatches(live, spare=trajectories[0])
             clock.lap("time/pack")
 
             # 5. old and reference logprobs: none needed with one update per batch and no KL term
@@ -269,30 +279,22 @@ def train(cfg: Config) -> None:
             # 7. push the weights, reset the engine's caches
             engine.push(learner.policy.lm, step + 1)
             clock.lap("time/push")
-            metrics["push/error"] = dist.largest(learner.probe(engine, probe_prompt))
+            metrics["push/error"] = learner.probe(engine, probe_prompt)
             clock.lap("time/probe")
 
             # 8. log
             metrics |= dist.merge_means(rollout_metrics(trajectories))
-            metrics |= {
-                "live_frac": dist.total(len(live)) / (cfg.prompts_per_step * cfg.group_size),
-                "num_tokens": num_tokens,
-            }
-            report.log(
-                {"step": step + 1, "policy_version": step + 1, **metrics, **clock.laps, "time/step": clock.total()}
-            )
+            metrics["live_frac"] = dist.total(len(live)) / dist.total(len(trajectories))
+            metrics |= {"num_tokens": num_tokens, "policy_version": step + 1}
+            report.log({"step": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
 
             # once in a while: evaluate and save
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
                 report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
             if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-                save_hf(
-                    learner.policy,
-                    learner.accelerator,
-                    cfg.model,
-                    os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}"),
-                )
+                folder = os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}")
+                save_hf(learner.policy, learner.accelerator, cfg.model, folder)
         report.finish(trajectories[:: cfg.group_size][: cfg.show], codec)
     finally:
         if report:

@@ -240,6 +240,7 @@ def qwen(tmp_path_factory):
 
 CHATS = [
     [{"role": "user", "content": "Hello there, what is 12 + 30?"}],
+    [{"role": "user", "content": "\n\nstarts and ends with newlines\n"}],
     [
         {"role": "system", "content": "Be brief.\n"},
         {"role": "user", "content": " leading space, émoji 🙂 and\n\nlines "},

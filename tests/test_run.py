@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,6 +66,12 @@ def test_three_steps_on_two_ranks_and_one_more_from_the_checkpoint(toy_data, tmp
             "finish/answer",
         } <= set(r)
     assert (out / "curve.png").stat().st_size > 10_000
+    with open(os.path.join(ROOT, "docs", "glossary.md")) as f:
+        glossary = f.read()
+    unknown = {k for r in steps for k in r if f"`{k}`" not in glossary and not k.startswith(("finish/", "step"))}
+    assert not unknown, "every number in the log has its formula in the glossary"
+    bench = run_script("bench.py", "step", str(out / "log.jsonl"), check=False)
+    assert bench.returncode == 1 and "no step after the first 3" in bench.stderr
     assert "⟦<think>" in done.stdout and "[image 112x112: 16" in done.stdout
 
     from model import load_lm
@@ -145,6 +152,17 @@ def _session(pid):
         return os.getsid(pid)
     except ProcessLookupError:
         return None
+
+
+def test_readme_file_map_is_true():
+    """Every Python file of the root stands in the README's map, with a line count within a tenth."""
+    with open(os.path.join(ROOT, "README.md")) as f:
+        mapped = {m[1]: int(m[2]) for m in re.finditer(r"^\| (\w+\.py) \| (\d+) \|", f.read(), re.M)}
+    files = [name for name in os.listdir(ROOT) if name.endswith(".py")]
+    assert sorted(mapped) == sorted(files)
+    for name in files:
+        with open(os.path.join(ROOT, name)) as f:
+            assert mapped[name] == pytest.approx(len(f.readlines()), rel=0.1), name
 
 
 def test_code_is_formatted_and_linted():
