@@ -52,6 +52,8 @@ class Config:
     max_tool_errors: int = 3  # failed calls in a row before a trajectory ends as tool_error_limit
     max_invalid_frac: float = 0.1  # share of a step's trajectories that may break an invariant before the run stops
     tool_kwargs: dict = field(default_factory=dict)  # {env_name: {argument: value}} for the tools' constructors
+    max_inflight: int = 0  # trajectories a rank runs at a time; 0 = its even share of the step
+    tool_threads: int = 64  # plain (not async) tool calls a rank runs at a time
     tool_timeout: float = 30.0  # seconds per tool call
     trajectory_timeout: float = 600.0  # seconds per trajectory; then it ends as "timeout"
     # engine (vLLM)

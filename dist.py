@@ -13,12 +13,31 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 IS_MAIN = RANK == 0
 
+_store: torch_dist.TCPStore | None = None  # of the shared counters
+_counters: dict[str, int] = {}  # the same on one process
+
 
 def init() -> None:
     """Joins the ranks that torchrun started. Call it after the engine exists: its forked children must not inherit the group."""
+    global _store
     if WORLD_SIZE > 1:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         torch_dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+        host, port = os.environ["MASTER_ADDR"], [0]
+        if IS_MAIN:
+            _store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            port = [_store.port]
+        torch_dist.broadcast_object_list(port)
+        if not IS_MAIN:
+            _store = torch_dist.TCPStore(host, port[0], is_master=False)
+
+
+def take(counter: str) -> int:
+    """The next number of a counter that all ranks share: 0, 1, 2, ... each given out once."""
+    if _store is not None:
+        return _store.add(counter, 1) - 1
+    _counters[counter] = _counters.get(counter, -1) + 1
+    return _counters[counter]
 
 
 def finish() -> None:

@@ -11,9 +11,13 @@ many as the image takes. All budgets count the trainer's.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
+import os
+import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -168,11 +172,15 @@ class Rollout:
         reward,
         tool_kwargs: dict,
         seed: int,
-        threads: int = 4,
+        max_inflight: int = 1024,
+        tool_threads: int = 64,
     ):
         self.engine, self.codec, self.rules, self.limits = engine, codec, rules, limits
         self.reward, self.tool_kwargs, self.seed = reward, tool_kwargs, seed
-        self.threads = ThreadPoolExecutor(threads, "tools")  # tools and image work, off the event loop
+        self.max_inflight = max_inflight
+        # Off the event loop: image work in a few threads, since it computes; tools in many, since they mostly wait.
+        self.images = ThreadPoolExecutor(os.cpu_count(), "images")
+        self.tool_slots = asyncio.Semaphore(tool_threads)
 
     # ------------------------------------------------------------------------------------------------ prompts
     def prepare(self, sample: Sample) -> Prompt:
@@ -192,27 +200,59 @@ class Rollout:
 
     # ------------------------------------------------------------------------------------------------ groups
     async def run(
-        self, samples: list[Sample], group_size: int, temperature: float, first_group: int = 0, on_end=None
+        self,
+        samples: list[Sample],
+        group_size: int,
+        temperature: float,
+        *,
+        take: Callable[[], int],
+        first_group: int = 0,
+        on_end: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """All trajectories of all groups, in order. Nothing waits for anything but its own turn.
+        """The trajectories of those groups that this rank took, in order. Nothing waits for anything but its own turn.
 
-        Seeds depend on the group's number and the member's alone, so that a group's trajectories do not change with the
-        number of ranks. `on_end(trajectory)` is called as each one ends.
+        `samples` are the step's prompts, the same on every rank. `take()` gives the number of the next one to whichever
+        rank asks, each number once (`dist.take`); a rank asks while it has fewer than `max_inflight` trajectories
+        running, so that a rank with short trajectories takes more groups. Seeds depend on the group's number and the
+        member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears of each that ends.
         """
         loop = asyncio.get_running_loop()
+        room = asyncio.Condition()
+        running = 0
+
+        def has_room() -> bool:
+            return running + group_size <= max(self.max_inflight, group_size)
+
+        async def member(prompt: Prompt, number: int, k: int) -> Trajectory:
+            nonlocal running
+            t = await self.one(prompt, number, self.seed + number * group_size + k, temperature)
+            running -= 1
+            async with room:
+                room.notify()
+            if on_end:
+                on_end(t)
+            return t
 
         async def group(number: int, sample: Sample) -> list[Trajectory]:
-            prompt = await loop.run_in_executor(self.threads, self.prepare, sample)
-            members = (
-                self.one(prompt, number, self.seed + number * group_size + k, temperature, on_end)
-                for k in range(group_size)
-            )
-            return await asyncio.gather(*members)
+            prompt = await loop.run_in_executor(self.images, self.prepare, sample)
+            return await asyncio.gather(*(member(prompt, number, k) for k in range(group_size)))
 
-        groups = await asyncio.gather(*(group(first_group + i, s) for i, s in enumerate(samples)))
-        return [t for g in groups for t in g]
+        groups = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (i := take()) < len(samples):
+                    running += group_size  # a whole group starts at once: its members share images and prefix
+                    groups.append(tasks.create_task(group(first_group + i, samples[i])))
+                    async with room:
+                        await room.wait_for(has_room)
+        except BaseExceptionGroup as e:  # the first failure has cancelled the other groups: it alone is the news
+            cause: BaseException = e
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            raise cause from None
+        return [t for g in groups for t in g.result()]
 
-    async def one(self, prompt: Prompt, group_id: int, seed: int, temperature: float, on_end=None) -> Trajectory:
+    async def one(self, prompt: Prompt, group_id: int, seed: int, temperature: float) -> Trajectory:
         """One trajectory with its reward."""
         t = Trajectory.start(prompt, group_id)
         try:
@@ -228,8 +268,6 @@ class Rollout:
             t.reward_parts = await parts if inspect.isawaitable(parts) else parts
             if t.reward_parts["score"] is not None:
                 t.rewards[-1] += t.reward_parts["score"]  # the last token is a sampled one
-        if on_end:
-            on_end(t)
         return t
 
     async def _turns(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> str:
@@ -273,24 +311,49 @@ class Rollout:
             if turn == limits.max_turns - 1:
                 return "max_turns"
             loop = asyncio.get_running_loop()
-            observation = await loop.run_in_executor(self.threads, self._render, result, g.ids[-1])
+            observation = await loop.run_in_executor(self.images, self._render, result, g.ids[-1])
         raise AssertionError("unreachable: the last turn returns")
 
     async def _execute(self, tool: ToolBase, text: str) -> tuple[Observation, float, bool, dict]:
         """One tool call under its time limit. Whatever goes wrong becomes an observation the policy can read."""
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.tool_timeout):
                 if inspect.iscoroutinefunction(tool.execute):
                     raw, reward, done, info = await tool.execute(text)
                 else:
-                    raw, reward, done, info = await loop.run_in_executor(self.threads, tool.execute, text)
+                    raw, reward, done, info = await self._in_thread(tool.execute, text)
             return Observation.parse(raw), float(reward), bool(done), dict(info or {})
         except TimeoutError:
             message = f"no answer within {self.limits.tool_timeout:g} seconds"
         except Exception as e:  # a tool is anyone's code: its failure is counted and shown to the policy
             message = str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
         return error_observation(message), 0.0, False, {"call": tool.name, "ok": False, "error": message}
+
+    async def _in_thread(self, function: Callable, *args):
+        """Runs a plain tool in a thread of its own, of which there are `tool_threads` at most.
+
+        The thread is a daemon: one that hangs keeps its slot, but neither another trajectory nor the program's end.
+        """
+        loop = asyncio.get_running_loop()
+        await self.tool_slots.acquire()
+        result: asyncio.Future = loop.create_future()
+
+        def deliver(outcome, error) -> None:
+            self.tool_slots.release()
+            if not result.done():  # else the call has timed out, and nobody waits any more
+                result.set_result(outcome) if error is None else result.set_exception(error)
+
+        def work() -> None:
+            outcome, error = None, None
+            try:
+                outcome = function(*args)
+            except BaseException as e:
+                error = e
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+                loop.call_soon_threadsafe(deliver, outcome, error)
+
+        threading.Thread(target=work, name="tool", daemon=True).start()
+        return await result
 
     def _render(self, observation: Observation, last_id: int) -> Piece:
         """What follows `last_id`, as tokens and views. Runs in a thread."""

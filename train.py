@@ -91,12 +91,11 @@ class Learner:
         )
 
     def microbatches(self, rows: list[Trajectory], spare: Trajectory) -> list:
-        """This rank's micro-batches, as many as on every other rank; `spare` fills in with no response tokens."""
+        """This rank's micro-batches, as many as on every other rank; `spare`, without a response token, fills in."""
         batches = make_microbatches(rows, self.codec, self.cfg.microbatch_tokens)
         most = int(dist.largest(len(batches)))
         while len(batches) < most:
             filler = pad_rows([spare], self.codec)
-            filler.response_mask[:] = False
             batches.append(filler)
         if dist.largest(any(b.pixel_values is not None for b in batches)):
             for b in batches:
@@ -158,13 +157,20 @@ class Learner:
         return error
 
 
-def evaluate(rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float) -> dict[str, float]:
-    """One trajectory per row, through the very code that training uses; rows are dealt out over the ranks."""
-    samples = [s for i, s in enumerate(data) if i % dist.WORLD_SIZE == dist.RANK]
-    trajectories = engine.run(rollout.run(samples, 1, temperature))
+def evaluate(
+    rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float, step: int
+) -> dict[str, float]:
+    """One trajectory per row, through the very code that training uses, after `step` steps."""
+    episode = rollout.run(list(data), 1, temperature, take=lambda: dist.take(f"evaluation after {step}"))
+    trajectories = engine.run(episode)
     means = dist.merge_means(rollout_metrics(trajectories))
     names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
+
+
+def max_inflight(cfg: Config) -> int:
+    """Trajectories that a rank runs at a time."""
+    return cfg.max_inflight or -(-cfg.prompts_per_step * cfg.group_size // dist.WORLD_SIZE)
 
 
 def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
@@ -176,7 +182,7 @@ def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
         codec,
         max_len=cfg.max_prompt_len + cfg.max_response_len,
         max_images=cfg.max_turns + 8,
-        max_num_seqs=min(256, cfg.prompts_per_step // dist.WORLD_SIZE * cfg.group_size),
+        max_num_seqs=min(256, max_inflight(cfg)),
         dtype=cfg.engine_dtype,
         seed=cfg.seed * 1000 + dist.RANK,
         block_size=cfg.engine_block_size,
@@ -210,6 +216,8 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
         reward=lambda t: reward_function(t.sample.data_source)(t, **weights),
         tool_kwargs={name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry},
         seed=cfg.seed << 20,
+        max_inflight=max_inflight(cfg),
+        tool_threads=cfg.tool_threads,
     )
 
 
@@ -225,8 +233,6 @@ def valid_rows(cfg: Config, trajectories: list[Trajectory]) -> list[Trajectory]:
 def train(cfg: Config) -> None:
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(CORES)
-    if cfg.prompts_per_step % dist.WORLD_SIZE:
-        raise ConfigError(f"prompts_per_step {cfg.prompts_per_step} is not divisible by {dist.WORLD_SIZE} ranks")
     prepare_data(cfg)
     codec = Codec(cfg.model)
     data = ParquetData(cfg.train_files, cfg.env_name)
@@ -243,18 +249,24 @@ def train(cfg: Config) -> None:
         error = learner.probe(engine, probe_prompt)
         report.note(f"engine and trainer agree on a fixed prompt within {error:.1e}")
         if eval_data:
-            report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
+            report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, 0)})
 
         stream = data.shuffled(cfg.seed)
-        share = cfg.prompts_per_step // dist.WORLD_SIZE  # prompts of this rank
         for step in range(cfg.steps):
             clock = Clock()
 
             # 1. roll out, 2. reward
-            samples = [next(stream) for _ in range(cfg.prompts_per_step)][dist.RANK * share :][:share]
-            first_group = step * cfg.prompts_per_step + dist.RANK * share
-            episode = rollout.run(samples, cfg.group_size, cfg.temperature, first_group, on_end=report.tick)
-            trajectories = engine.run(episode)
+            samples = [next(stream) for _ in range(cfg.prompts_per_step)]  # the same on every rank, which takes of them
+            trajectories = engine.run(
+                rollout.run(
+                    samples,
+                    cfg.group_size,
+                    cfg.temperature,
+                    take=lambda: dist.take(f"step {step}"),  # noqa: B023 - used within this very step
+                    first_group=step * cfg.prompts_per_step,
+                    on_end=report.tick,
+                )
+            )
             rows = valid_rows(cfg, trajectories)
             clock.lap("time/rollout")
 
@@ -268,7 +280,7 @@ def train(cfg: Config) -> None:
             # 4. pack into micro-batches, count response tokens over all ranks
             live = [t for t in rows if t.advantage != 0.0]
             num_tokens = int(dist.total(sum(t.num_sampled for t in rows)))
-            batches = learner.microbatches(live, spare=trajectories[0])
+            batches = learner.microbatches(live, spare=Trajectory.start(probe_prompt, 0))
             clock.lap("time/pack")
 
             # 5. old and reference logprobs: none needed with one update per batch and no KL term
@@ -291,7 +303,7 @@ def train(cfg: Config) -> None:
             # once in a while: evaluate and save
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
-                report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature)})
+                report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, step + 1)})
             if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
                 folder = os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}")
                 save_hf(learner.policy, learner.accelerator, cfg.model, folder)

@@ -1,6 +1,7 @@
 """The real vLLM on the tiny model: parity with transformers before and after a weight push, and every parameter arrives."""
 
 import asyncio
+import itertools
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ def trajectories(vllm_engine, codec, toy_data):
     """Four groups of four, several turns with images; calls the engine afresh each time."""
     rollout = Rollout(vllm_engine, codec, RULES, LIMITS, toy_zoom, {"visual_toolbox_v2": {"reminder": ""}}, seed=5)
     samples = list(ParquetData([str(toy_data / "train.parquet")]))[:4]
-    return lambda temperature=1.0: vllm_engine.run(rollout.run(samples, 4, temperature))
+    return lambda temperature=1.0: vllm_engine.run(
+        rollout.run(samples, 4, temperature, take=itertools.count().__next__)
+    )
 
 
 def gaps(policy, codec, rows, temperature=1.0):

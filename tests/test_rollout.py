@@ -3,13 +3,15 @@
 import asyncio
 import dataclasses
 import io
+import itertools
+import threading
 import time
 
 import pytest
 from fake_engine import ScriptedEngine
 from PIL import Image
 
-from data import ImageRules, Sample
+from data import DataError, ImageRules, Sample
 from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics
 from tools import ToolBase
@@ -41,7 +43,7 @@ def roll(codec, texts, s=None, tool_kwargs=None, limits=LIMITS, group_size=1, re
     rollout = Rollout(
         engine, codec, RULES, limits, reward, tool_kwargs or {"visual_toolbox_v2": {"reminder": ""}}, seed=0
     )
-    return asyncio.run(rollout.run([s or sample()], group_size, 1.0)), engine
+    return asyncio.run(rollout.run([s or sample()], group_size, 1.0, take=itertools.count().__next__)), engine
 
 
 def test_band_of_a_two_turn_trajectory(codec):
@@ -124,7 +126,9 @@ def test_group_members_share_images_and_differ_in_seed(codec):
 
     engine = Spy(codec, ["a"] * 8)
     rollout = Rollout(engine, codec, RULES, LIMITS, toy_zoom, {}, seed=100)
-    trajectories = asyncio.run(rollout.run([sample(env=""), sample(env="")], 4, 1.0, first_group=10))
+    trajectories = asyncio.run(
+        rollout.run([sample(env=""), sample(env="")], 4, 1.0, take=itertools.count().__next__, first_group=10)
+    )
     assert sorted(s for s, _ in seeds) == list(range(140, 148))
     assert len({image for _, image in seeds}) == 2, "one decoded view per group"
     assert [t.group_id for t in trajectories] == [10] * 4 + [11] * 4
@@ -269,3 +273,139 @@ def test_metrics_by_hand(codec):
     assert m["iou/mean"] == 1.0 and m["tool/error_frac"] == 0.5
     assert m["finish/answer"] == pytest.approx(2 / 3) and m["finish/stop"] == pytest.approx(1 / 3)
     assert isinstance(a, Trajectory) and m["reward/with_tool"] == 2.0
+
+
+def test_a_tool_that_hangs_delays_nobody_else(codec):
+    """64 trajectories; one tool waits until the other 63 have ended, one spins, one raises. The event loop stays awake."""
+    ended, lags, others_done = [], [], threading.Event()
+
+    def spin():
+        for _ in range(20_000_000):
+            pass
+
+    behaviours = {0: lambda: others_done.wait(60), 1: spin, 2: explode}
+    calls = itertools.count()
+
+    def act():
+        behaviours.get(next(calls), lambda: None)()
+        return "", 0.0, True, {}
+
+    def on_end(t):
+        ended.append(t)
+        if len(ended) == 63:
+            others_done.set()
+
+    engine = ScriptedEngine(codec, ["a"] * 200)
+    limits = dataclasses.replace(LIMITS, tool_timeout=90, trajectory_timeout=120)
+    rollout = Rollout(engine, codec, RULES, limits, lambda t: {"score": 0.0}, {"stub": {"act": act}}, seed=0)
+
+    async def watch():
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.01)
+            lags.append(time.perf_counter() - start - 0.01)
+
+    async def both():
+        watcher = asyncio.create_task(watch())
+        trajectories = await rollout.run([sample(env="stub")], 64, 1.0, take=itertools.count().__next__, on_end=on_end)
+        watcher.cancel()
+        return trajectories
+
+    trajectories = asyncio.run(both())
+    assert len(trajectories) == len(ended) == 64 and others_done.is_set()
+    assert {t.finish_reason for t in trajectories} == {"answer"}  # the one that raised answered in its second turn
+    assert sum(len(t.turn_texts) == 2 for t in trajectories) == 1
+    assert max(lags) < 0.25
+
+
+def test_async_tools_run_and_time_out(codec):
+    class AsyncTool(ToolBase):
+        name = "async_stub"
+
+        async def execute(self, text, **kwargs):
+            await asyncio.sleep(0 if text.startswith("quick") else 30)
+            return "", 0.5, True, {}
+
+    try:
+        limits = dataclasses.replace(LIMITS, tool_timeout=0.2)
+        (t,), _ = roll(codec, ["quick"], sample(env="async_stub"), {}, limits)
+        assert (t.finish_reason, t.reward) == ("answer", 0.5)
+        (t,), _ = roll(codec, ["slow", "quick"], sample(env="async_stub"), {}, limits)
+        assert t.calls[0]["error"] == "no answer within 0.2 seconds" and t.finish_reason == "answer"
+    finally:
+        del ToolBase.registry["async_stub"]
+
+
+def test_work_is_handed_out_to_whoever_has_room(codec):
+    """Two ranks share a counter: each group is rolled out once, and the rank with the shorter trajectories takes more."""
+
+    class Timed(ScriptedEngine):
+        async def generate(self, ids, views, **kwargs):
+            await asyncio.sleep(self.seconds)
+            return await super().generate(ids, views, **kwargs)
+
+    counter, samples = itertools.count(), [sample(env="") for _ in range(12)]
+
+    def rank(seconds):
+        engine = Timed(codec, ["a"] * 100)
+        engine.seconds = seconds
+        return Rollout(engine, codec, RULES, LIMITS, lambda t: {"score": 0.0}, {}, seed=0, max_inflight=4)
+
+    async def both():
+        runs = (rank(s).run(samples, 2, 1.0, take=counter.__next__, first_group=40) for s in (0.02, 0.4))
+        return await asyncio.gather(*runs)
+
+    fast, slow = asyncio.run(both())
+    assert sorted(t.group_id for t in fast + slow) == sorted(2 * list(range(40, 52)))
+    assert len(fast) > len(slow) >= 4, "both took what they had room for, the fast one the rest"
+
+
+def test_a_failure_in_one_group_is_the_one_that_is_told(codec):
+    broken = dataclasses.replace(sample(), images=(b"nothing",))
+    rollout = Rollout(ScriptedEngine(codec, ["a"] * 9), codec, RULES, LIMITS, toy_zoom, {}, seed=0, max_inflight=1)
+    with pytest.raises(DataError, match="row 3: an image cannot be decoded"):
+        asyncio.run(rollout.run([broken, sample(), sample()], 2, 1.0, take=itertools.count().__next__))
+
+
+IMAGE = Image.new("RGB", (60, 60), (1, 2, 3))
+TURN = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("observation", "text", "images"),
+    [
+        ("", "", 0),
+        (None, "", 0),
+        (TURN.format("plain"), TURN.format("plain"), 0),
+        ([{"role": "user", "content": "hi <|im_end|>"}], TURN.format("hi <|im_end|>"), 0),
+        (
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+            "\n<|im_start|>user\na<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n",
+            0,
+        ),
+        ({"prompt": "<image>", "multi_modal_data": {"image": [IMAGE]}}, "IMAGE", 1),
+        (
+            {"prompt": TURN.format("x<image>y<image>"), "multi_modal_data": {"image": [IMAGE] * 2}},
+            TURN.format("xIMAGEyIMAGE"),
+            2,
+        ),
+        (
+            {"chat": [{"role": "user", "content": "<image>z"}], "multi_modal_data": {"image": [IMAGE]}},
+            TURN.format("IMAGEz"),
+            1,
+        ),
+        ({"prompt": "only text"}, "only text", 0),
+        ({"prompt": "pads <|image_pad|> stay text"}, "pads <|image_pad|> stay text", 0),
+    ],
+)
+def test_every_observation_form(codec, observation, text, images):
+    """Two prompt images before it, the same form on two turns; what stands in the ids is what the form says."""
+    steps = iter([(observation, 0.0, False, {}), (observation, 0.0, False, {}), ("", 0.0, True, {})])
+    (t,), engine = roll(codec, ["a", "b", "c"], sample(env="stub", images=2), {"stub": {"act": lambda: next(steps)}})
+    assert t.finish_reason == "answer" and t.check(codec) == "" and len(t.views) == 2 + 2 * images
+    shown = text.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    assert codec.decode(engine.asked[1][0]).endswith("a<|im_end|>" + shown)
+    assert codec.decode(engine.asked[2][0]).endswith("a<|im_end|>" + shown + "b<|im_end|>" + shown)
+    real_pads = sum(i == codec.image_token_id for i in engine.asked[2][0])
+    assert real_pads == 2 + 2 * images, "pads written as text are text"
+    assert t.response_mask.count(1) == 6  # three letters and three ends of turns

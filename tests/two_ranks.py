@@ -15,6 +15,8 @@ from model import Policy, clip_grad_norm, load_lm, prepare
 
 def main():
     dist.init()
+    taken = dist.gather([dist.take("work") for _ in range(50 if dist.IS_MAIN else 20)])
+    assert sorted(taken[0] + taken[1]) == list(range(70)), "each number once"
     codec = Codec(TOY)
     rows = make_rows(codec, 8)
     num_tokens = sum(sum(r.response_mask) for r in [*rows, text_row(codec)])
