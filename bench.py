@@ -1,11 +1,23 @@
-"""Speed, as ratios measured side by side; every command prints a table and, as its last line, one JSON object.
+"""Speed, as ratios measured side by side in one run; every command prints a table and, as its last line, a JSON object.
 
 python bench.py step out/toy/log.jsonl     # where the seconds of a run's steps went
+python bench.py rollout --inflight 64      # trajectories per second: this loop against turn-lockstep and the limit
+python bench.py turns                      # tokens prefilled per trajectory over the least possible, 1 to 16 turns
 """
 
+import argparse
+import asyncio
+import dataclasses
+import itertools
 import json
+import math
+import os
+import random
+import shutil
 import statistics
 import sys
+import tempfile
+import time
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +29,7 @@ PHASES = {
     "time/push": "weights to the engine, caches reset",
     "time/probe": "parity check on a fixed prompt",
 }
+TURNS, TOKENS_PER_TURN, TOOL_SECONDS = 3, 24, 0.2
 
 
 def step(log: str, skip: int = 3) -> dict:
@@ -39,7 +52,213 @@ def step(log: str, skip: int = 3) -> dict:
     return result
 
 
+# ---------------------------------------------------------------------------------------------------- rollout
+def lognormal(rng: random.Random, mean: float, variation: float) -> float:
+    """A draw with that mean and coefficient of variation."""
+    sigma2 = math.log(1 + variation**2)
+    return rng.lognormvariate(math.log(mean) - sigma2 / 2, sigma2**0.5)
+
+
+def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
+    """Same engine, prompts, drawn turn lengths and tool latencies for every way of rolling out."""
+    from rollout import Piece, Trajectory
+    from tools import ToolBase
+
+    rng = random.Random(0)
+    lengths = [[min(120, max(2, round(lognormal(rng, TOKENS_PER_TURN, 1)))) for _ in range(TURNS)] for _ in range(num)]
+    latencies = [lognormal(rng, TOOL_SECONDS, 1.5) for _ in range(num * (TURNS - 1))]
+    engine, rollout, samples = setup(lengths, inflight, max_turns=TURNS)
+    sampled = sum(map(sum, lengths))
+
+    def start(index: int):
+        prompt = rollout.prepare(samples[index])
+        tool = ToolBase.create("bench_tool", **rollout.tool_kwargs["bench_tool"])
+        tool.reset(None, None, {"image": prompt.originals})
+        return Trajectory.start(prompt, index), tool
+
+    async def ours():
+        return await rollout.run(samples, 1, 1.0, take=itertools.count().__next__)
+
+    async def lockstep(parallel: bool):
+        """Every turn waits for the slowest trajectory of the batch; tools run together or one by one."""
+        for first in range(0, num, inflight):
+            batch = [start(i) for i in range(first, min(first + inflight, num))]
+            observations = [Piece([], [], [])] * len(batch)
+            for turn in range(TURNS):
+                generations = await asyncio.gather(
+                    *(
+                        engine.generate(
+                            t.engine_ids + o.engine_ids,
+                            t.views + o.views,
+                            max_tokens=0,
+                            temperature=1.0,
+                            seed=t.group_id + (turn << 32),
+                        )
+                        for (t, _), o in zip(batch, observations, strict=True)
+                    )
+                )
+                calls = []
+                for (t, tool), o, g in zip(batch, observations, generations, strict=True):
+                    t.append_observation(o)
+                    t.append_sampled(g.ids, g.logprobs, g.version)
+                    calls.append(rollout.execute_tool(tool, ""))
+                results = await asyncio.gather(*calls) if parallel else [await c for c in calls]
+                observations = [rollout.render(r[0], g.ids[-1]) for r, g in zip(results, generations, strict=True)]
+
+    async def limit():
+        """The same tokens and images with nothing to wait for: observations in the prompt, all turns in one generation."""
+        room = asyncio.Semaphore(inflight)
+
+        async def one(index: int):
+            t, tool = start(index)
+            o = rollout.render((await rollout.execute_tool(tool, ""))[0], engine.codec.im_end)
+            pieces = [o] * (TURNS - 1)
+            ids, views = (
+                t.engine_ids + [i for p in pieces for i in p.engine_ids],
+                t.views + [v for p in pieces for v in p.views],
+            )
+            async with room:
+                await engine.generate(ids, views, max_tokens=0, temperature=1.0, seed=index + (TURNS << 32))
+
+        await asyncio.gather(*(one(i) for i in range(num)))
+
+    ways = {
+        "this loop": (ours, latencies),
+        "lockstep, parallel tools": (lambda: lockstep(True), latencies),
+        "this loop, tools take no time": (ours, None),
+        "limit: no tools, no turns": (limit, None),
+    }
+    if serial:
+        ways["lockstep, serial tools"] = (lambda: lockstep(False), latencies)
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    engine.run(limit())  # warm-up
+    for _ in range(1 if serial and num > 256 else 2):
+        for name, (way, seconds) in ways.items():
+            rollout.tool_kwargs["bench_tool"]["seconds"] = iter(seconds) if seconds else itertools.repeat(0.0)
+            engine.run(engine._reset_caches())
+            begin = time.perf_counter()
+            engine.run(way())
+            rates[name].append(num / (time.perf_counter() - begin))
+    engine.close()
+    best = {name: max(r) for name, r in rates.items()}
+    table = Table(
+        "way", "trajectories/s", "sampled tokens/s", title=f"{num} trajectories of {TURNS} turns, {inflight} in flight"
+    )
+    for name, rate in best.items():
+        table.add_row(name, f"{rate:.1f}", f"{rate * sampled / num:.0f}")
+    Console().print(table)
+    ratio = lambda a, b: round(best[a] / best[b], 2) if b in best else None  # noqa: E731
+    return {
+        "inflight": inflight,
+        "vs_lockstep_serial": ratio("this loop", "lockstep, serial tools"),
+        "vs_lockstep_parallel": ratio("this loop", "lockstep, parallel tools"),
+        "of_limit": ratio("this loop, tools take no time", "limit: no tools, no turns"),
+        "tokens_per_s_without_tool_time": round(best["this loop, tools take no time"] * sampled / num),
+    }
+
+
+def bench_turns() -> dict:
+    """Prompt tokens that the engine computed, over the least possible: the prompt, each observation and each last
+    sampled token once. Observations have about 200 tokens and an image, turns 24 sampled tokens."""
+    table = Table("turns", "prefilled per trajectory", "least", "ratio", title="prefix cache, block size 32")
+    result = {}
+    for turns in (1, 2, 4, 8, 16):
+        engine, rollout, samples = setup([[24] * turns] * 8, 8, max_turns=turns, words=180)
+        engine.run(engine._reset_caches())
+        trajectories = engine.run(rollout.run(samples, 1, 1.0, take=itertools.count().__next__))
+        least = sum(len(t.tokens) - t.num_sampled + len(t.turn_texts) - 1 for t in trajectories) / len(trajectories)
+        prefilled = engine.prefilled / len(trajectories)
+        table.add_row(str(turns), f"{prefilled:.0f}", f"{least:.0f}", f"{prefilled / least:.3f}")
+        result[f"prefill_ratio_{turns}"] = round(prefilled / least, 3)
+        engine.close()
+    Console().print(table)
+    return result
+
+
+def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int = 0):
+    """(engine, rollout, samples): a real vLLM on the toy's model with a longer context, that samples as many tokens as
+    `lengths[trajectory][turn]` says, and a tool that waits and answers with a crop and `words` characters of text."""
+    import toy
+    from data import Codec, ImageRules, parse_row
+    from engine import VLLMEngine
+    from rollout import Rollout, RolloutLimits
+    from tools import ToolBase
+
+    class Engine(VLLMEngine):
+        prefilled = 0
+
+        async def generate(self, ids, views, *, max_tokens, temperature, seed):
+            drawn, turn = lengths[seed % (1 << 32)], seed >> 32
+            n = drawn[turn] if turn < len(drawn) else sum(drawn)
+            g = await super().generate(ids, views, max_tokens=n, temperature=temperature, seed=seed)
+            self.prefilled += g.prefilled
+            return dataclasses.replace(g, stopped=True)
+
+        def _sampling_params(self, max_tokens, temperature, seed):
+            params = super()._sampling_params(max_tokens, temperature, seed)
+            params.min_tokens = max_tokens
+            return params
+
+    class BenchTool(ToolBase):
+        name = "bench_tool"
+
+        def __init__(self, *args, seconds=None, **kwargs):
+            super().__init__()
+            self.seconds, self.calls = seconds, 0
+
+        def reset(self, raw_prompt, multi_modal_data, origin_multi_modal_data, **kwargs):
+            self.image = origin_multi_modal_data["image"][0]
+
+        async def execute(self, text, **kwargs):
+            self.calls += 1
+            if self.calls == max_turns:
+                return "", 0.0, True, {}
+            await asyncio.sleep(next(self.seconds))
+            message = {"role": "user", "content": "<image>" + "x" * words}
+            crop = self.image.crop((100, 100, 300, 300))
+            return {"chat": [message], "multi_modal_data": {"image": [crop]}}, 0.0, False, {"call": "bench", "ok": True}
+
+    folder = tempfile.mkdtemp(prefix="nanoeyes-bench-")
+    shutil.copytree(
+        os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base"), folder, dirs_exist_ok=True
+    )
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+        config = json.load(f)
+    config["text_config"]["max_position_embeddings"] = 8192
+    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(config, f)
+    codec = Codec(folder)
+    engine = Engine(folder, codec, max_len=8192, max_images=max_turns + 1, max_num_seqs=inflight, kv_cache_mb=1024)
+    shutil.rmtree(folder)
+    rows = toy.make_rows(len(lengths), 0, "bench")
+    samples = [parse_row(row, f"row {i}", env_name="bench_tool") for i, row in enumerate(rows)]
+    limits = RolloutLimits(64, 8000, 1000, max_turns, 3, 60, 600)
+    rules = ImageRules(28, toy.VIEW**2, toy.VIEW**2, "box")
+    tool_kwargs = {"bench_tool": {"seconds": itertools.repeat(0.0)}}
+    rollout = Rollout(
+        engine, codec, rules, limits, lambda t: {"score": 0.0}, tool_kwargs, seed=0, max_inflight=inflight
+    )
+    return engine, rollout, samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("step", help="where the seconds of a run's steps went").add_argument("log")
+    one = commands.add_parser("rollout", help="trajectories per second against turn-lockstep and the limit")
+    one.add_argument("--inflight", type=int, default=64)
+    one.add_argument("--trajectories", type=int, default=128)
+    one.add_argument("--serial", type=int, default=1, help="0 leaves the slow lockstep with serial tools out")
+    commands.add_parser("turns", help="prefilled tokens over the least possible")
+    args = parser.parse_args()
+    if args.command == "step":
+        result = step(args.log)
+    elif args.command == "rollout":
+        result = bench_rollout(args.inflight, args.trajectories, bool(args.serial))
+    else:
+        result = bench_turns()
+    print(json.dumps(result))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] != "step":
-        sys.exit(__doc__)
-    print(json.dumps(step(sys.argv[2])))
+    main()

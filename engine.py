@@ -38,8 +38,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from data import Codec, View
+
+
+class EngineError(Exception):
+    """The engine did not start or has died; its own words stand above in the terminal."""
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Generation:
     logprobs: list[float]  # of the distribution that was sampled from: temperature and bans included
     stopped: bool  # False: the length limit ended it
     version: int  # of the weights that sampled it
+    prefilled: int = 0  # prompt tokens that were computed; the others came from the prefix cache
 
 
 class VLLMEngine:
@@ -132,7 +138,10 @@ class VLLMEngine:
         own_threads = torch.get_num_threads()
         if on_cpu:
             torch.set_num_threads(threads)  # the forked child inherits it
-        self.llm = self.loop.run_until_complete(start())
+        try:
+            self.llm = self.loop.run_until_complete(start())
+        except RuntimeError as e:
+            raise EngineError(f"vLLM did not start on {folder!r}: {e}") from None
         torch.set_num_threads(own_threads)
         for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
             if key in before:
@@ -151,7 +160,20 @@ class VLLMEngine:
         if views:
             prompt["multi_modal_data"] = {"image": [v.image for v in views]}
             prompt["multi_modal_uuids"] = {"image": [v.uuid for v in views]}
-        params = SamplingParams(
+        params = self._sampling_params(max_tokens, temperature, seed)
+        self._requests += 1
+        try:
+            async for final in self.llm.generate(prompt, params, str(self._requests)):
+                out = final.outputs[0]
+        except EngineDeadError:
+            raise EngineError("the vLLM engine has died; its own words stand above") from None
+        prefilled = len(final.prompt_token_ids) - final.num_cached_tokens
+        stopped = out.finish_reason == "stop"
+        return Generation(list(out.token_ids), list(out.logprobs.logprobs), stopped, self.version, prefilled)
+
+    def _sampling_params(self, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
+        """top_p 1 and top_k off, vLLM's defaults: the logprobs are those of the full distribution, bans apart."""
+        return SamplingParams(
             temperature=temperature,
             seed=seed,
             max_tokens=max_tokens,
@@ -165,10 +187,6 @@ class VLLMEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        self._requests += 1
-        async for final in self.llm.generate(prompt, params, str(self._requests)):
-            out = final.outputs[0]
-        return Generation(list(out.token_ids), list(out.logprobs.logprobs), out.finish_reason == "stop", self.version)
 
     def run(self, coroutine):
         """Runs a coroutine on the engine's event loop from the training thread."""

@@ -1,5 +1,6 @@
 """What a run tells: the progress display, `log.jsonl`, the curve, and a few trajectories to read. First rank only."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import time
 from importlib.metadata import version
 
+import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -33,6 +35,16 @@ def _vllm_version() -> str:
     import vllm
 
     return vllm.__version__
+
+
+def memory_mb() -> dict[str, float]:
+    """Resident memory of this process and of its children (the engine), in MB."""
+    me = psutil.Process()
+    children = 0
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children += child.memory_info().rss
+    return {"memory/trainer_mb": me.memory_info().rss / 2**20, "memory/engine_mb": children / 2**20}
 
 
 class Report:

@@ -37,6 +37,8 @@ FINISH_REASONS = (
     "invalid",  # broke an invariant; leaves the batch
 )
 
+HEARTBEAT_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class RolloutLimits:
@@ -84,6 +86,7 @@ class Trajectory:
     turn_texts: list[str] = field(default_factory=list)  # what was sampled, for parsing and for people
     calls: list[dict] = field(default_factory=list)  # info of each call, with `turn` and `num_images`
     versions: list[int] = field(default_factory=list)  # policy_version that sampled each turn
+    state: str = "waiting"  # for the heartbeat
     finish_reason: str = ""
     reward_parts: dict = field(default_factory=dict)
     advantage: float = 0.0
@@ -208,24 +211,34 @@ class Rollout:
         take: Callable[[], int],
         first_group: int = 0,
         on_end: Callable[[Trajectory], None] | None = None,
+        heartbeat: Callable[[str], None] | None = None,
     ) -> list[Trajectory]:
         """The trajectories of those groups that this rank took, in order. Nothing waits for anything but its own turn.
 
         `samples` are the step's prompts, the same on every rank. `take()` gives the number of the next one to whichever
         rank asks, each number once (`dist.take`); a rank asks while it has fewer than `max_inflight` trajectories
         running, so that a rank with short trajectories takes more groups. Seeds depend on the group's number and the
-        member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears of each that ends.
+        member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears of each that ends,
+        `heartbeat` every half minute of what the trajectories are doing.
         """
         loop = asyncio.get_running_loop()
         room = asyncio.Condition()
-        running = 0
+        running, started = 0, []
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+                states = Counter(t.state for t in started)
+                heartbeat("trajectories: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
 
         def has_room() -> bool:
             return running + group_size <= max(self.max_inflight, group_size)
 
         async def member(prompt: Prompt, number: int, k: int) -> Trajectory:
             nonlocal running
-            t = await self.one(prompt, number, self.seed + number * group_size + k, temperature)
+            t = Trajectory.start(prompt, number)
+            started.append(t)
+            await self.one(t, prompt, self.seed + number * group_size + k, temperature)
             running -= 1
             async with room:
                 room.notify()
@@ -238,6 +251,7 @@ class Rollout:
             return await asyncio.gather(*(member(prompt, number, k) for k in range(group_size)))
 
         groups = []
+        pulse = loop.create_task(beat()) if heartbeat else None
         try:
             async with asyncio.TaskGroup() as tasks:
                 while (i := take()) < len(samples):
@@ -250,11 +264,13 @@ class Rollout:
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise cause from None
+        finally:
+            if pulse:
+                pulse.cancel()
         return [t for g in groups for t in g.result()]
 
-    async def one(self, prompt: Prompt, group_id: int, seed: int, temperature: float) -> Trajectory:
-        """One trajectory with its reward."""
-        t = Trajectory.start(prompt, group_id)
+    async def one(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> None:
+        """Rolls out one trajectory and rewards it."""
         try:
             async with asyncio.timeout(self.limits.trajectory_timeout):
                 t.finish_reason = await self._turns(t, prompt, seed, temperature)
@@ -264,11 +280,12 @@ class Rollout:
         if t.why_invalid:
             t.finish_reason = "invalid"
         else:
+            t.state = "in reward"
             parts = self.reward(t)
             t.reward_parts = await parts if inspect.isawaitable(parts) else parts
             if t.reward_parts["score"] is not None:
                 t.rewards[-1] += t.reward_parts["score"]  # the last token is a sampled one
-        return t
+        t.state = "done"
 
     async def _turns(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> str:
         """Appends turns to `t` until something ends it; returns the finish reason."""
@@ -285,6 +302,7 @@ class Rollout:
                 return "obs_overflow" if turn else "length"
             # The observation joins the trajectory together with the turn that answers it, whatever happens in between:
             # a trajectory never ends on an observation.
+            t.state = "generating"
             g = await self.engine.generate(
                 t.engine_ids + observation.engine_ids,
                 t.views + observation.views,
@@ -299,7 +317,8 @@ class Rollout:
                 return "length"
             if tool is None:
                 return "stop"
-            result, reward, done, info = await self._execute(tool, t.turn_texts[-1])
+            t.state = "in a tool"
+            result, reward, done, info = await self.execute_tool(tool, t.turn_texts[-1])
             t.rewards[-1] += reward
             if "call" in info:
                 t.calls.append(info | {"turn": turn, "num_images": len(result.images)})
@@ -311,10 +330,10 @@ class Rollout:
             if turn == limits.max_turns - 1:
                 return "max_turns"
             loop = asyncio.get_running_loop()
-            observation = await loop.run_in_executor(self.images, self._render, result, g.ids[-1])
+            observation = await loop.run_in_executor(self.images, self.render, result, g.ids[-1])
         raise AssertionError("unreachable: the last turn returns")
 
-    async def _execute(self, tool: ToolBase, text: str) -> tuple[Observation, float, bool, dict]:
+    async def execute_tool(self, tool: ToolBase, text: str) -> tuple[Observation, float, bool, dict]:
         """One tool call under its time limit. Whatever goes wrong becomes an observation the policy can read."""
         try:
             async with asyncio.timeout(self.limits.tool_timeout):
@@ -355,7 +374,7 @@ class Rollout:
         threading.Thread(target=work, name="tool", daemon=True).start()
         return await result
 
-    def _render(self, observation: Observation, last_id: int) -> Piece:
+    def render(self, observation: Observation, last_id: int) -> Piece:
         """What follows `last_id`, as tokens and views. Runs in a thread."""
         views = [View.of(self.rules.make_view(i)) for i in observation.images]
         if isinstance(observation.text, str):

@@ -35,10 +35,10 @@ CORES = max(1, (os.cpu_count() or 1) // dist.LOCAL_WORLD_SIZE)
 import torch
 
 from data import Codec, DataError, ImageRules, ParquetData, add_blank_image, make_microbatches, pad_rows
-from engine import VLLMEngine
+from engine import EngineError, VLLMEngine
 from losses import clipped_policy_loss, grpo_advantages
 from model import Policy, clip_grad_norm, load_lm, prepare, save_hf
-from report import Report
+from report import Report, memory_mb
 from reward import reward_function
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics, why_invalid
 from tools import ToolBase
@@ -265,6 +265,7 @@ def train(cfg: Config) -> None:
                     take=lambda: dist.take(f"step {step}"),  # noqa: B023 - used within this very step
                     first_group=step * cfg.prompts_per_step,
                     on_end=report.tick,
+                    heartbeat=report.note,
                 )
             )
             rows = valid_rows(cfg, trajectories)
@@ -297,6 +298,7 @@ def train(cfg: Config) -> None:
             # 8. log
             metrics |= dist.merge_means(rollout_metrics(trajectories))
             metrics["live_frac"] = dist.total(len(live)) / dist.total(len(trajectories))
+            metrics |= memory_mb()
             metrics |= {"num_tokens": num_tokens, "policy_version": step + 1}
             report.log({"step": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
 
@@ -333,7 +335,7 @@ class Clock:
 if __name__ == "__main__":
     try:
         train(CONFIG)
-    except (ConfigError, DataError) as e:
+    except (ConfigError, DataError, EngineError) as e:
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -228,8 +228,10 @@ def test_a_slow_trajectory_times_out_alone(codec):
 
     async def both():
         p = rollout.prepare(sample())
-        first = await rollout.one(p, 0, 0, 1.0)
-        return first, await rollout.one(p, 0, 1, 1.0)
+        first, second = Trajectory.start(p, 0), Trajectory.start(p, 0)
+        await rollout.one(first, p, 0, 1.0)
+        await rollout.one(second, p, 1, 1.0)
+        return first, second
 
     done, slow = asyncio.run(both())
     assert done.finish_reason == "answer"
@@ -358,6 +360,26 @@ def test_work_is_handed_out_to_whoever_has_room(codec):
     fast, slow = asyncio.run(both())
     assert sorted(t.group_id for t in fast + slow) == sorted(2 * list(range(40, 52)))
     assert len(fast) > len(slow) >= 4, "both took what they had room for, the fast one the rest"
+
+
+def test_heartbeat_counts_trajectories_by_state(codec, monkeypatch):
+    monkeypatch.setattr("rollout.HEARTBEAT_SECONDS", 0.05)
+    lines, release = [], threading.Event()
+
+    def hear(line):
+        lines.append(line)
+        if "3 in a tool" in line:
+            release.set()
+
+    def act():
+        release.wait(20)
+        return "", 0.0, True, {}
+
+    rollout = Rollout(
+        ScriptedEngine(codec, ["a"] * 9), codec, RULES, LIMITS, lambda t: {"score": 0}, {"stub": {"act": act}}, seed=0
+    )
+    asyncio.run(rollout.run([sample(env="stub")], 3, 1.0, take=itertools.count().__next__, heartbeat=hear))
+    assert release.is_set() and all(line.startswith("trajectories: ") for line in lines)
 
 
 def test_a_failure_in_one_group_is_the_one_that_is_told(codec):

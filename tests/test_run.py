@@ -121,7 +121,9 @@ def test_a_broken_image_is_named_with_its_row(toy_data, tmp_path, run_script):
     )
 
 
-def test_interrupt_leaves_no_process_behind(toy_data, tmp_path):
+@pytest.fixture
+def endless(toy_data, tmp_path):
+    """A run in the middle of its steps, in a session of its own; killed afterwards if it still runs."""
     out = tmp_path / "cut"
     command = [sys.executable, "train.py", *arguments(toy_data, out), "--steps=1000"]
     process = subprocess.Popen(
@@ -129,22 +131,35 @@ def test_interrupt_leaves_no_process_behind(toy_data, tmp_path):
     )
     try:
         deadline = time.time() + 120
-        while time.time() < deadline and (
-            not (out / "log.jsonl").exists() or (out / "log.jsonl").read_text().count("\n") < 4
-        ):
+        while time.time() < deadline and (not (out / "log.jsonl").exists() or _lines(out / "log.jsonl") < 4):
             assert process.poll() is None, process.stdout.read()
             time.sleep(0.2)
-        session = os.getsid(process.pid)
-        members = [p.pid for p in psutil.process_iter() if _session(p.pid) == session]
-        assert len(members) >= 2, "trainer and engine are separate processes"
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == 1 and "interrupted" in output, output[-2000:]
-        time.sleep(0.5)
-        assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
+        yield process
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _lines(path):
+    return path.read_text().count("\n")
+
+
+def test_interrupt_leaves_no_process_behind(endless):
+    session = os.getsid(endless.pid)
+    assert len([p.pid for p in psutil.process_iter() if _session(p.pid) == session]) >= 2, "trainer and engine"
+    os.killpg(endless.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+    output, _ = endless.communicate(timeout=60)
+    assert endless.returncode == 1 and "interrupted" in output, output[-2000:]
+    time.sleep(0.5)
+    assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
+
+
+def test_a_dead_engine_ends_the_run_with_one_sentence(endless):
+    (engine,) = [p for p in psutil.Process(endless.pid).children() if "EngineCore" in " ".join(p.cmdline())]
+    engine.kill()
+    output, _ = endless.communicate(timeout=60)
+    assert endless.returncode == 1
+    assert output.rstrip().endswith("EngineError: the vLLM engine has died; its own words stand above"), output[-3000:]
 
 
 def _session(pid):
