@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from importlib.metadata import version
 
@@ -163,7 +164,7 @@ def show_trajectory(t, codec, console: Console) -> None:
 
 
 def draw_curve(logs: list[str], path: str) -> None:
-    """Accuracy, tool rate and IoU over steps, one line per run: sampled in training (thin) and held-out (dots)."""
+    """Accuracy, tool rate and IoU over steps, one color per run: sampled in training (lines), on held-out rows (dots)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -178,17 +179,18 @@ def draw_curve(logs: list[str], path: str) -> None:
     for log in logs:
         with open(log, encoding="utf-8") as f:
             head, *records = map(json.loads, f)
+        no_tool = head["config"]["env_name"] == ""
+        style = dict(
+            label=f"seed {head['config']['seed']}" + (", no tool" if no_tool else ""), ls="--" if no_tool else "-"
+        )
         for ax, (title, (train_key, eval_key)) in zip(axes, panels.items(), strict=True):
             train = [(r["step"], r[train_key]) for r in records if train_key in r]
             held_out = [(r["step"], r[eval_key]) for r in records if eval_key in r]
-            line = (
-                ax.plot(*zip(*train, strict=True), lw=1, label=f"seed {head['config']['seed']}, sampled")
-                if train
-                else [None]
-            )
-            color = line[0].get_color() if line[0] else None
+            color = None
+            if train:
+                color = ax.plot(*zip(*train, strict=True), lw=1, **style)[0].get_color()
             if held_out:
-                ax.plot(*zip(*held_out, strict=True), "o", color=color, ms=6, label="held-out")
+                ax.plot(*zip(*held_out, strict=True), "o", color=color, ms=6)
             ax.set(title=title, xlabel="step", ylim=(0, 1))
             ax.grid(alpha=0.3)
     axes[0].axhline(0.1, color="grey", ls="--", lw=1)
@@ -196,3 +198,7 @@ def draw_curve(logs: list[str], path: str) -> None:
     axes[0].legend(fontsize=8)
     fig.savefig(path, dpi=130)
     plt.close(fig)
+
+
+if __name__ == "__main__":  # python report.py LOG.jsonl ... CURVE.png
+    draw_curve(sys.argv[1:-1], sys.argv[-1])
