@@ -15,7 +15,9 @@ import contextlib
 import inspect
 import math
 import os
+import queue
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +162,47 @@ class Trajectory:
         return ""
 
 
+class ToolThreads:
+    """`num` threads for plain tools; a call waits while all of them are busy.
+
+    Daemons: one that hangs keeps its thread, but not the program from ending, as a ThreadPoolExecutor's would. Started
+    at once: a thread that starts waits for Python's lock, and a burst of starts would stop the event loop.
+    """
+
+    def __init__(self, num: int):
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
+        for _ in range(num):
+            threading.Thread(target=self._work, args=(self.calls,), name="tool", daemon=True).start()
+        weakref.finalize(self, lambda calls: [calls.put(None) for _ in range(num)], self.calls)
+
+    @staticmethod
+    def _work(calls: queue.SimpleQueue) -> None:
+        while (call := calls.get()) is not None:
+            function, args, loop, future = call
+            try:
+                outcome, error = function(*args), None
+            except BaseException as e:
+                outcome, error = None, e
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+                loop.call_soon_threadsafe(ToolThreads._deliver, future, outcome, error)
+
+    @staticmethod
+    def _deliver(future: asyncio.Future, outcome, error) -> None:
+        if future.done():
+            return  # the call has timed out, nobody waits any more
+        if error is None:
+            future.set_result(outcome)
+        else:
+            future.set_exception(error)
+
+    async def run(self, function: Callable, *args):
+        """What `function(*args)` returns or raises."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self.calls.put((function, args, loop, future))
+        return await future
+
+
 class Rollout:
     """Everything a trajectory needs, apart from its prompt: engine, codec, image rules, limits, tools and reward.
 
@@ -183,7 +226,7 @@ class Rollout:
         self.max_inflight = max_inflight
         # Off the event loop: image work in a few threads, since it computes; tools in many, since they mostly wait.
         self.images = ThreadPoolExecutor(os.cpu_count(), "images")
-        self.tool_slots = asyncio.Semaphore(tool_threads)
+        self.tool_threads = ToolThreads(tool_threads)
 
     # ------------------------------------------------------------------------------------------------ prompts
     def prepare(self, sample: Sample) -> Prompt:
@@ -340,39 +383,13 @@ class Rollout:
                 if inspect.iscoroutinefunction(tool.execute):
                     raw, reward, done, info = await tool.execute(text)
                 else:
-                    raw, reward, done, info = await self._in_thread(tool.execute, text)
+                    raw, reward, done, info = await self.tool_threads.run(tool.execute, text)
             return Observation.parse(raw), float(reward), bool(done), dict(info or {})
         except TimeoutError:
             message = f"no answer within {self.limits.tool_timeout:g} seconds"
         except Exception as e:  # a tool is anyone's code: its failure is counted and shown to the policy
             message = str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
         return error_observation(message), 0.0, False, {"call": tool.name, "ok": False, "error": message}
-
-    async def _in_thread(self, function: Callable, *args):
-        """Runs a plain tool in a thread of its own, of which there are `tool_threads` at most.
-
-        The thread is a daemon: one that hangs keeps its slot, but neither another trajectory nor the program's end.
-        """
-        loop = asyncio.get_running_loop()
-        await self.tool_slots.acquire()
-        result: asyncio.Future = loop.create_future()
-
-        def deliver(outcome, error) -> None:
-            self.tool_slots.release()
-            if not result.done():  # else the call has timed out, and nobody waits any more
-                result.set_result(outcome) if error is None else result.set_exception(error)
-
-        def work() -> None:
-            outcome, error = None, None
-            try:
-                outcome = function(*args)
-            except BaseException as e:
-                error = e
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
-                loop.call_soon_threadsafe(deliver, outcome, error)
-
-        threading.Thread(target=work, name="tool", daemon=True).start()
-        return await result
 
     def render(self, observation: Observation, last_id: int) -> Piece:
         """What follows `last_id`, as tokens and views. Runs in a thread."""

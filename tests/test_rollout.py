@@ -317,7 +317,7 @@ def test_a_tool_that_hangs_delays_nobody_else(codec):
     assert len(trajectories) == len(ended) == 64 and others_done.is_set()
     assert {t.finish_reason for t in trajectories} == {"answer"}  # the one that raised answered in its second turn
     assert sum(len(t.turn_texts) == 2 for t in trajectories) == 1
-    assert max(lags) < 0.25
+    assert len(lags) > 5 and max(lags) < 0.25
 
 
 def test_async_tools_run_and_time_out(codec):
