@@ -95,8 +95,7 @@ class Learner:
         batches = make_microbatches(rows, self.codec, self.cfg.microbatch_tokens)
         most = int(dist.largest(len(batches)))
         while len(batches) < most:
-            filler = pad_rows([spare], self.codec)
-            batches.append(filler)
+            batches.append(pad_rows([spare], self.codec))
         if dist.largest(any(b.pixel_values is not None for b in batches)):
             for b in batches:
                 add_blank_image(b, self.codec)
