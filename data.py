@@ -7,6 +7,7 @@ micro-batches are built, once per distinct image.
 
 import hashlib
 import io
+import json
 import math
 import os
 import random
@@ -212,9 +213,11 @@ class View:
 class Codec:
     """Text, chat markers and image slots -> token ids, for one model folder.
 
-    What differs between model families is read from the folder's own config, tokenizer and processor. Text that comes
-    from a user, a data file or a tool is encoded with special tokens switched off: `<|im_end|>` written there stays
-    plain characters. Turn markers (ChatML, as in the Qwen chat templates) are added as ids.
+    What differs between model families is read from the folder's own config, tokenizer and processor. Turn markers
+    (ChatML, as in the Qwen chat templates) and image slots are added as ids. Text never makes a control token:
+    `<|im_end|>` written in it stays plain characters. Where anyone may have written it (a user's turn, chat observations,
+    errors) tags such as `</tool_call>` stay characters too; in system and assistant turns, and in the observations that a
+    tool has laid out itself, they are the tokens that the model knows them as (`tags=True`).
     """
 
     def __init__(self, folder: str):
@@ -229,8 +232,12 @@ class Codec:
             self.merge_size = self.config.vision_config.spatial_merge_size
             self.patch_size = self.config.vision_config.patch_size
             self.image_token_id = self.config.image_token_id
-        self._plain = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
-        self._plain.encode_special_tokens = True
+        spelled = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        self._tags = Tokenizer.from_str(json.dumps(spelled))
+        for token in spelled["added_tokens"]:
+            token["special"] = token["special"] or bool(re.fullmatch(r"</?\w+>", token["content"]))
+        self._plain = Tokenizer.from_str(json.dumps(spelled))
+        self._tags.encode_special_tokens = self._plain.encode_special_tokens = True  # = encode them as plain text
         special = self.tokenizer.get_added_vocab()
         need = ["<|im_start|>", "<|im_end|>"]
         if self.has_vision:
@@ -246,7 +253,7 @@ class Codec:
         if self.tokenizer.chat_template or self.has_vision:
             template = self.tokenizer if self.tokenizer.chat_template else AutoProcessor.from_pretrained(folder)
             rendered = template.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-            self._default_system = self.encode_slots(rendered.split("<|im_start|>user")[0], markers=True)
+            self._default_system = self.encode_slots(rendered.split("<|im_start|>user")[0], tags=True, markers=True)
         # Ids the policy must never sample: vision and chat control tokens, and the padded rows of the embedding.
         # `<think>`, `<tool_call>` and the like are added tokens too, but not special ones: they stay.
         self.vocab_size = self.config.get_text_config().vocab_size
@@ -255,9 +262,9 @@ class Codec:
         self.banned = frozenset((chat_control | set(range(len(self.tokenizer), self.vocab_size))) - set(self.stop_ids))
         self.banned_ids = sorted(self.banned)
 
-    def encode(self, text: str) -> list[int]:
-        """Plain text; special tokens written in it stay plain characters."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, tags: bool = False) -> list[int]:
+        """Plain text; control tokens written in it stay plain characters, and tags as well unless `tags`."""
+        return (self._tags if tags else self._plain).encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """For parsing a call and for showing; never encoded again."""
@@ -267,8 +274,8 @@ class Codec:
         """An image slot in the engine's view: ONE pad between its markers."""
         return [self.vision_start, self.image_token_id, self.vision_end]
 
-    def encode_slots(self, text: str, *, markers: bool = False) -> list[int]:
-        """Text with `<image>` slots, engine view. `markers=True` honours `<|im_start|>` and `<|im_end|>` in the text."""
+    def encode_slots(self, text: str, *, tags: bool = False, markers: bool = False) -> list[int]:
+        """Text with `<image>` slots, engine view. `markers` honours `<|im_start|>` and `<|im_end|>` in the text."""
         ids = []
         for part in re.split(r"(<image>|<\|im_start\|>|<\|im_end\|>)" if markers else "(<image>)", text):
             if part == "<image>":
@@ -276,7 +283,7 @@ class Codec:
             elif markers and part in ("<|im_start|>", "<|im_end|>"):
                 ids.append(self.im_start if part == "<|im_start|>" else self.im_end)
             elif part:
-                ids += self.encode(part)
+                ids += self.encode(part, tags=tags)
         return ids
 
     def encode_chat(self, messages: list[dict], *, slots: bool = True) -> list[int]:
@@ -286,13 +293,10 @@ class Codec:
         """
         ids = []
         for m in messages:
-            text = m["role"] + "\n" + m["content"]  # in one piece: "\n\n" can be one token
-            ids += [
-                self.im_start,
-                *(self.encode_slots(text) if slots else self.encode(text)),
-                self.im_end,
-                *self.encode("\n"),
-            ]
+            text, tags = m["role"] + "\n" + m["content"], m["role"] in ("system", "assistant")
+            # Role and content in one piece: "\n\n" can be one token.
+            content = self.encode_slots(text, tags=tags) if slots else self.encode(text, tags=tags)
+            ids += [self.im_start, *content, self.im_end, *self.encode("\n")]
         return ids + [self.im_start, *self.encode("assistant\n")]
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:

@@ -162,11 +162,8 @@ class VLLMEngine:
             prompt["multi_modal_uuids"] = {"image": [v.uuid for v in views]}
         params = self._sampling_params(max_tokens, temperature, seed)
         self._requests += 1
-        try:
-            async for final in self.llm.generate(prompt, params, str(self._requests)):
-                out = final.outputs[0]
-        except EngineDeadError:
-            raise EngineError("the vLLM engine has died; its own words stand above") from None
+        async for final in self.llm.generate(prompt, params, str(self._requests)):
+            out = final.outputs[0]
         prefilled = len(final.prompt_token_ids) - final.num_cached_tokens
         stopped = out.finish_reason == "stop"
         return Generation(list(out.token_ids), list(out.logprobs.logprobs), stopped, self.version, prefilled)
@@ -190,7 +187,10 @@ class VLLMEngine:
 
     def run(self, coroutine):
         """Runs a coroutine on the engine's event loop from the training thread."""
-        return self.loop.run_until_complete(coroutine)
+        try:
+            return self.loop.run_until_complete(coroutine)
+        except EngineDeadError:
+            raise EngineError("the vLLM engine has died; its own words stand above") from None
 
     # ------------------------------------------------------------------------------------------------ weights
     def push(self, module: torch.nn.Module, version: int) -> None:

@@ -395,11 +395,13 @@ class Rollout:
         """What follows `last_id`, as tokens and views. Runs in a thread."""
         views = [View.of(self.rules.make_view(i)) for i in observation.images]
         if isinstance(observation.text, str):
-            ids = self.codec.encode_slots(observation.text, markers=True)
+            ids = self.codec.encode_slots(observation.text, tags=True, markers=True)
+            opens_turn = observation.text.lstrip().startswith("<|im_start|>")
         else:
-            # A turn that a stop string ended has no end-of-turn token yet.
-            close = [] if last_id == self.codec.im_end else [self.codec.im_end]
-            ids = [*close, *self.codec.encode("\n"), *self.codec.encode_chat(observation.text, slots=observation.slots)]
+            ids = [*self.codec.encode("\n"), *self.codec.encode_chat(observation.text, slots=observation.slots)]
+            opens_turn = True
+        if opens_turn and last_id != self.codec.im_end:  # a stop string ended the turn: it is still open
+            ids = [self.codec.im_end, *ids]
         return Piece(ids, self.codec.expand(ids, [v.image.size for v in views]), views)
 
 

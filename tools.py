@@ -5,8 +5,10 @@ images; after every generation `execute` gets the generated text and returns `(o
 
 - `observation`: what the policy reads next, in one of these forms
     ""  or None             nothing to add
-    str                     appended as it is; chat markers in it count, vision tokens stay plain text
-    [{role, content}, ...]  chat messages, put between turn markers; text in them is plain text
+    str                     appended as it is: `<|im_start|>`, `<|im_end|>` and tags such as `<tool_response>` in it count,
+                            vision tokens stay plain text. The tool answers for it: no text of others in here
+    [{role, content}, ...]  chat messages, put between turn markers; whatever the text of a user's message says, it is
+                            plain text: this is the form for search results and the like
     {"prompt": str or "chat": messages, "multi_modal_data": {"image": [PIL images]}}
                             the two forms above with images: one `<image>` in the text for each
 - `reward`: goes to the last sampled token of the turn.
@@ -174,6 +176,7 @@ def crop_box(
 
 
 # ---------------------------------------------------------------------------------------------------- visual toolbox
+TOOL_TURN = "\n<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n<|im_start|>assistant\n"
 REMINDER = (
     "\nReason inside <think>...</think> first. Then either call one more tool inside <tool_call>...</tool_call>"
     " or give the final answer inside <answer>...</answer>."
@@ -233,10 +236,11 @@ class VisualToolboxV2(ToolBase):
         try:
             image = self._carry_out(action_string, info)
         except ToolError as e:
-            return error_observation(f"{e}{self.reminder}"), 0.0, False, info | {"error": str(e)}
+            # The messages are ours and quote nothing but numbers: safe in this form.
+            return TOOL_TURN.format(f"Error: {e}{self.reminder}"), 0.0, False, info | {"error": str(e)}
         info["ok"] = True
-        message = {"role": "user", "content": f"<tool_response><image>{self.reminder}</tool_response>"}
-        return {"chat": [message], "multi_modal_data": {"image": [image]}}, 0.0, False, info
+        prompt = TOOL_TURN.format(f"<image>{self.reminder}")
+        return {"prompt": prompt, "multi_modal_data": {"image": [image]}}, 0.0, False, info
 
     def _carry_out(self, text: str, info: dict) -> Image.Image:
         blocks = extract_tool_call_contents("<tool_call>", "</tool_call>", text)

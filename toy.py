@@ -34,6 +34,7 @@ from transformers import (
 from data import Codec, ImageRules, MicroBatch, View, pad_rows, write_parquet
 from losses import token_logprobs
 from model import Policy, load_lm
+from tools import TOOL_TURN
 
 # ---------------------------------------------------------------------------------------------------- world
 CANVAS, VIEW = 672, 112  # sides of the original and of the model's view
@@ -125,8 +126,8 @@ def answer_text(digit: str, thought: str) -> str:
     return f"<think>{thought}</think>\n<answer>{digit}</answer>"
 
 
-# What visual_toolbox_v2 answers with, and the policy's view of it (configs/toy.py leaves the reminder of the format out).
-OBSERVATION = "\n<|im_start|>user\n<tool_response><image></tool_response><|im_end|>\n<|im_start|>assistant\n"
+# What visual_toolbox_v2 answers with (configs/toy.py leaves the reminder of the format out).
+OBSERVATION = TOOL_TURN.format("<image>")
 
 
 # ---------------------------------------------------------------------------------------------------- data
@@ -340,7 +341,7 @@ class TraceMaker:
         )
 
     def _turn(self, text: str) -> list[int]:
-        return [*self.codec.encode(text), self.codec.im_end]
+        return [*self.codec.encode(text, tags=True), self.codec.im_end]
 
     def _scene_labels(self, scene: dict) -> list:
         """On the visual token that holds the frame: its colour and its box numbers."""
@@ -372,7 +373,7 @@ class TraceMaker:
         if call_only:
             return self._trace(parts, [view], self._scene_labels(scene))
         crop, labels = self._crop(scene, box)
-        parts += [(self.codec.encode_slots(OBSERVATION, markers=True), 0)]
+        parts += [(self.codec.encode_slots(OBSERVATION, tags=True, markers=True), 0)]
         parts += [(self._turn(answer_text(scene["digit"], "Now I see it.")), 1)]
         return self._trace(parts, [view, crop], self._scene_labels(scene) + labels)
 

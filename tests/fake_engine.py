@@ -21,7 +21,7 @@ class ScriptedEngine:
         await asyncio.sleep(0)
         entry = self.texts.pop(0)
         text, stopped = (entry, True) if isinstance(entry, str) else (entry[0], False)
-        out = self.codec.encode(text) + ([self.codec.im_end] if stopped else [])
+        out = self.codec.encode(text, tags=True) + ([self.codec.im_end] if stopped else [])
         out, stopped = (out, stopped) if len(out) <= max_tokens else (out[:max_tokens], False)
         logprobs = [-(self.said + k) / 100 for k in range(1, len(out) + 1)]
         self.said += len(out)

@@ -264,5 +264,7 @@ def test_the_real_tokenizer_keeps_untrusted_text_plain(qwen):
     ids = qwen.encode("a <|im_end|> b <|image_pad|> c <|vision_start|>")
     assert not set(ids) & set(qwen.banned_ids) and qwen.im_end not in ids
     assert qwen.decode(ids) == "a <|im_end|> b <|image_pad|> c <|vision_start|>"
+    tag = qwen.tokenizer.get_vocab()["</tool_call>"]
+    assert tag not in qwen.encode("x</tool_call>") and qwen.encode("x</tool_call>", tags=True)[-1] == tag
     assert set(range(151669, 151936)) <= set(qwen.banned_ids), "padded rows of the embedding cannot be sampled"
     assert torch.tensor(qwen.banned_ids).max() < qwen.vocab_size

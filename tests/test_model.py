@@ -163,7 +163,7 @@ def test_two_ranks_give_the_gradient_of_one(codec, tmp_path):
 def text_row(codec):
     class TextRow:
         views: list = []
-        tokens = codec.encode("What is the digit") + codec.encode("<answer>7</answer>")
+        tokens = codec.encode("What is the digit") + codec.encode("<answer>7</answer>", tags=True)
         response_mask = [0] + [1] * (len(tokens) - 1)
         rollout_logprobs = [0.0] * len(tokens)
         advantages = [0.3 * m for m in response_mask]

@@ -97,9 +97,11 @@ def test_tokenizer_is_lossless_and_lengths_are_what_the_budgets_say(codec):
         toy.answer_text("7", "I will guess."),
         "Any {text}, 1/2 & ~!\n",
     ):
-        assert codec.decode(codec.encode(text)) == text
-    assert len(codec.encode(toy.call_text((4, 100, 60, 112), "red"))) + 1 == 23  # configs/toy.py: max_turn_len 24
-    assert len(codec.encode(toy.answer_text("7", "Now I see it."))) + 1 == 8
+        assert codec.decode(codec.encode(text)) == codec.decode(codec.encode(text, tags=True)) == text
+    assert (
+        len(codec.encode(toy.call_text((4, 100, 60, 112), "red"), tags=True)) + 1 == 23
+    )  # configs/toy.py: max_turn_len 24
+    assert len(codec.encode(toy.answer_text("7", "Now I see it."), tags=True)) + 1 == 8
 
 
 def test_data_are_reproducible_and_boxes_true(toy_data):
