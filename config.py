@@ -5,7 +5,6 @@ A config file may name another one to start from: `base = "toy.py"` (relative to
 """
 
 import ast
-import dataclasses
 import difflib
 import operator
 import os
@@ -197,8 +196,3 @@ def _check(cfg: Config) -> None:
         raise ConfigError("model is not set: it names the Hugging Face folder to start from")
     if cfg.min_pixels > cfg.max_pixels:
         raise ConfigError(f"min_pixels {cfg.min_pixels} is above max_pixels {cfg.max_pixels}")
-
-
-def as_dict(cfg: Config) -> dict:
-    """The resolved configuration, for the log's first line."""
-    return dataclasses.asdict(cfg)

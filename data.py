@@ -362,7 +362,7 @@ class MicroBatch:
 _PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
 
 
-def make_microbatches(rows: list, codec: Codec, max_tokens: int, pad_id: int = 0) -> list[MicroBatch]:
+def make_microbatches(rows: list, codec: Codec, max_tokens: int) -> list[MicroBatch]:
     """Trajectories (with `tokens`, `response_mask`, `rollout_logprobs`, `advantages`, `views`) -> micro-batches.
 
     Rows of similar length go together; a micro-batch holds at most `max_tokens` tokens, padding counted, or one row.
@@ -375,13 +375,13 @@ def make_microbatches(rows: list, codec: Codec, max_tokens: int, pad_id: int = 0
         if 4 * len(row.tokens) < 3 * longest or not chunks or (len(chunks[-1]) + 1) * longest > max_tokens:
             chunks.append([])
         chunks[-1].append(row)
-    return list(_PIXEL_THREADS.map(lambda c: pad_rows(c, codec, pad_id), chunks))
+    return list(_PIXEL_THREADS.map(lambda c: pad_rows(c, codec), chunks))
 
 
-def pad_rows(rows: list, codec: Codec, pad_id: int = 0) -> MicroBatch:
+def pad_rows(rows: list, codec: Codec) -> MicroBatch:
     B, L = len(rows), max(len(r.tokens) for r in rows)
     batch = MicroBatch(
-        input_ids=torch.full((B, L), pad_id),
+        input_ids=torch.zeros(B, L, dtype=torch.long),
         attention_mask=torch.zeros(B, L, dtype=torch.long),
         position_ids=torch.zeros(3, B, L, dtype=torch.long),
         response_mask=torch.zeros(B, L, dtype=torch.bool),
