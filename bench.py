@@ -101,9 +101,9 @@ def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
                 for (t, tool), o, g in zip(batch, observations, generations, strict=True):
                     t.append_observation(o)
                     t.append_sampled(g.ids, g.logprobs, g.version)
-                    calls.append(rollout.execute_tool(tool, ""))
+                    calls.append(rollout.execute_tool(tool, "", g.ids[-1]))
                 results = await asyncio.gather(*calls) if parallel else [await c for c in calls]
-                observations = [rollout.render(r[0], g.ids[-1]) for r, g in zip(results, generations, strict=True)]
+                observations = [r[0] for r in results]
 
     async def limit():
         """The same tokens and images with nothing to wait for: observations in the prompt, all turns in one generation."""
@@ -111,7 +111,7 @@ def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
 
         async def one(index: int):
             t, tool = start(index)
-            o = rollout.render((await rollout.execute_tool(tool, ""))[0], engine.codec.im_end)
+            o = (await rollout.execute_tool(tool, "", engine.codec.im_end))[0]
             pieces = [o] * (TURNS - 1)
             ids, views = (
                 t.engine_ids + [i for p in pieces for i in p.engine_ids],
@@ -232,7 +232,7 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
     shutil.rmtree(folder)
     rows = toy.make_rows(len(lengths), 0, "bench")
     samples = [parse_row(row, f"row {i}", env_name="bench_tool") for i, row in enumerate(rows)]
-    limits = RolloutLimits(64, 8000, 1000, max_turns, 3, 60, 600)
+    limits = RolloutLimits(64, 8000, 1000, max_turns, max_turns + 1, 3, 60, 600)
     rules = ImageRules(28, toy.VIEW**2, toy.VIEW**2, "box")
     tool_kwargs = {"bench_tool": {"seconds": itertools.repeat(0.0)}}
     rollout = Rollout(

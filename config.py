@@ -42,6 +42,7 @@ class Config:
         1.0  # top_p 1 and top_k off, always: the engine's logprobs must be those of the full distribution
     )
     max_turns: int = 5  # generations per trajectory at most; 1 = plain single-turn RL
+    max_images: int = 16  # per trajectory, those of the prompt included
     max_prompt_len: int = 8192  # trainer tokens; a longer prompt stops the run, naming the row
     max_response_len: int = 20480  # trainer tokens after the prompt, observations included
     max_turn_len: int = 10240  # sampled tokens per turn
@@ -55,6 +56,7 @@ class Config:
     tool_threads: int = 64  # plain (not async) tool calls a rank runs at a time
     tool_timeout: float = 30.0  # seconds per tool call
     trajectory_timeout: float = 600.0  # seconds per trajectory; then it ends as "timeout"
+    engine_timeout: float = 300.0  # seconds until an engine that does not answer stops the run
     # engine (vLLM)
     engine_dtype: str = "bfloat16"  # "float32" on CPU: parity with the trainer to 1e-5
     engine_kv_cache_mb: int = 0  # explicit KV cache size; 0 = vLLM's own choice from gpu_memory_utilization
@@ -189,7 +191,15 @@ def _check(cfg: Config) -> None:
     }.items():
         if getattr(cfg, name) not in options:
             raise ConfigError(f"{name} must be one of {', '.join(options)}, but is {getattr(cfg, name)!r}")
-    for name in ("prompts_per_step", "group_size", "max_turns", "max_prompt_len", "max_response_len", "max_turn_len"):
+    for name in (
+        "prompts_per_step",
+        "group_size",
+        "max_turns",
+        "max_images",
+        "max_prompt_len",
+        "max_response_len",
+        "max_turn_len",
+    ):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name} must be at least 1, but is {getattr(cfg, name)}")
     if not cfg.model:

@@ -147,6 +147,7 @@ class ParquetData:
 
 
 # ---------------------------------------------------------------------------------------------------- images
+MAX_ASPECT = 200  # of transformers' Qwen-VL image processors
 _RESAMPLING = {k: Image.Resampling[k.upper()] for k in ("box", "bilinear", "bicubic", "lanczos")}
 
 
@@ -159,14 +160,14 @@ def view_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixe
     >>> view_size(672, 672, factor=28, min_pixels=56 * 56, max_pixels=112 * 112)
     (112, 112)
     """
-    w, h = max(factor, round(width / factor) * factor), max(factor, round(height / factor) * factor)
+    w, h = (round(side / factor) * factor for side in (width, height))
     if w * h < min_pixels:
         scale = math.sqrt(min_pixels / (width * height))
         w, h = (math.ceil(side * scale / factor) * factor for side in (width, height))
     if w * h > max_pixels:
-        scale = math.sqrt(max_pixels / (width * height))
-        w, h = (max(factor, math.floor(side * scale / factor) * factor) for side in (width, height))
-    return w, h
+        scale = math.sqrt(width * height / max_pixels)
+        w, h = (math.floor(side / scale / factor) * factor for side in (width, height))
+    return max(factor, w), max(factor, h)
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,11 @@ class ImageRules:
     resampling: str
 
     def make_view(self, image: Image.Image) -> Image.Image:
-        """The picture the model sees, RGB."""
+        """The picture the model sees, RGB. Raises ValueError on one that the models' processors refuse."""
+        if min(image.size) < 1 or max(image.size) > MAX_ASPECT * min(image.size):
+            raise ValueError(
+                f"an image of {image.width} x {image.height} pixels: one side may be {MAX_ASPECT} times the other at most"
+            )
         size = view_size(*image.size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
         image = image.convert("RGB")
         return image if image.size == size else image.resize(size, _RESAMPLING[self.resampling])
@@ -254,6 +259,7 @@ class Codec:
             template = self.tokenizer if self.tokenizer.chat_template else AutoProcessor.from_pretrained(folder)
             rendered = template.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
             self._default_system = self.encode_slots(rendered.split("<|im_start|>user")[0], tags=True, markers=True)
+        self.newline, self._assistant = self.encode("\n"), [self.im_start, *self.encode("assistant\n")]
         # Ids the policy must never sample: vision and chat control tokens, and the padded rows of the embedding.
         # `<think>`, `<tool_call>` and the like are added tokens too, but not special ones: they stay.
         self.vocab_size = self.config.get_text_config().vocab_size
@@ -296,8 +302,8 @@ class Codec:
             text, tags = m["role"] + "\n" + m["content"], m["role"] in ("system", "assistant")
             # Role and content in one piece: "\n\n" can be one token.
             content = self.encode_slots(text, tags=tags) if slots else self.encode(text, tags=tags)
-            ids += [self.im_start, *content, self.im_end, *self.encode("\n")]
-        return ids + [self.im_start, *self.encode("assistant\n")]
+            ids += [self.im_start, *content, self.im_end, *self.newline]
+        return ids + self._assistant
 
     def encode_prompt(self, messages: list[dict]) -> list[int]:
         """A conversation from the data: as `encode_chat`, after the template's default system turn where it has one."""

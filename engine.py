@@ -1,8 +1,8 @@
 """The engine: one vLLM `AsyncLLM`, started, fed token ids, given new weights.
 
-The rollout talks to it through `generate`, `push`, `loop` and `close` alone, so that a scripted engine (tests) or a
-remote one can stand in. Weights travel through vLLM's weight-transfer interface: its own `ipc` backend on a GPU, and the
-small `shm` backend below on CPU, registered the same way and driven by the same four calls.
+The rollout talks to it through `generate` and `check` alone, so that a scripted engine (tests) or a remote one can stand
+in. Weights travel through vLLM's weight-transfer interface: its own `ipc` backend on a GPU, and the small `shm` backend
+below on CPU, registered the same way and driven by the same four calls.
 """
 
 import asyncio
@@ -44,13 +44,14 @@ from data import Codec, View
 
 
 class EngineError(Exception):
-    """The engine did not start or has died; its own words stand above in the terminal."""
+    """The engine did not start, does not answer or has died; its own words stand above in the terminal."""
 
 
 @dataclass
 class Generation:
     """One turn as the engine sampled it; the stop token, if there is one, is the last id."""
 
+    prompt_ids: list[int]  # what the engine made of the prompt: its images expanded
     ids: list[int]
     logprobs: list[float]  # of the distribution that was sampled from: temperature and bans included
     stopped: bool  # False: the length limit ended it
@@ -81,8 +82,9 @@ class VLLMEngine:
         tensor_parallel: int = 1,
         threads: int = 1,
         stop: tuple[str, ...] = (),
+        timeout: float = 300.0,  # seconds that an answer to a call other than `generate` may take
     ):
-        self.codec, self.stop = codec, list(stop)
+        self.codec, self.stop, self.timeout = codec, list(stop), timeout
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self._requests = 0
@@ -164,9 +166,26 @@ class VLLMEngine:
         self._requests += 1
         async for final in self.llm.generate(prompt, params, str(self._requests)):
             out = final.outputs[0]
-        prefilled = len(final.prompt_token_ids) - final.num_cached_tokens
-        stopped = out.finish_reason == "stop"
-        return Generation(list(out.token_ids), list(out.logprobs.logprobs), stopped, self.version, prefilled)
+        if out.finish_reason not in ("stop", "length"):
+            raise EngineError(f"the engine ended a generation with {out.finish_reason!r}")
+        return Generation(
+            list(final.prompt_token_ids),
+            list(out.token_ids),
+            list(out.logprobs.logprobs),
+            out.finish_reason == "stop",
+            self.version,
+            len(final.prompt_token_ids) - final.num_cached_tokens,
+        )
+
+    async def check(self) -> None:
+        """Raises EngineError if the engine's loop has stopped: it answers small questions between two of its steps."""
+        await self._answer(self.llm.is_sleeping())
+
+    async def _answer(self, call):
+        try:
+            return await asyncio.wait_for(call, self.timeout)
+        except TimeoutError:
+            raise EngineError(f"the vLLM engine has not answered for {self.timeout:g} seconds: it is stuck") from None
 
     def _sampling_params(self, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
         """top_p 1 and top_k off, vLLM's defaults: the logprobs are those of the full distribution, bans apart."""
@@ -212,24 +231,24 @@ class VLLMEngine:
 
     async def _reset_caches(self) -> None:
         # All three: keys and values, image features and processed images computed with the old weights are wrong now.
-        if not await self.llm.reset_prefix_cache():
+        if not await self._answer(self.llm.reset_prefix_cache()):
             raise RuntimeError("the engine refused to reset its prefix cache: requests are still running")
         if self.codec.has_vision:
-            await self.llm.reset_mm_cache()
-            await self.llm.reset_encoder_cache()
+            await self._answer(self.llm.reset_mm_cache())
+            await self._answer(self.llm.reset_encoder_cache())
 
     # vLLM's VLLMWeightSyncClient protocol: what a sender needs of its engine.
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self.run(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+        self.run(self._answer(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))))
 
     def start_weight_update(self) -> None:
-        self.run(self.llm.start_weight_update())
+        self.run(self._answer(self.llm.start_weight_update()))
 
     def update_weights(self, update_info) -> None:
-        self.run(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        self.run(self._answer(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.run(self.llm.finish_weight_update(str(self.version)))
+        self.run(self._answer(self.llm.finish_weight_update(str(self.version))))
 
     def close(self) -> None:
         """Stops the engine's processes; safe to call twice."""

@@ -36,10 +36,14 @@ FINISH_REASONS = (
     "obs_overflow",  # an observation did not fit and was dropped whole
     "tool_error_limit",
     "timeout",
-    "invalid",  # broke an invariant; leaves the batch
+    "invalid",  # broke an invariant, or its tool or reward did not work; leaves the batch
 )
 
 HEARTBEAT_SECONDS = 30.0
+
+
+class InvariantError(Exception):
+    """A trajectory is not what it must be; it leaves the batch, alone, and the reason is counted."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class RolloutLimits:
     max_response_len: int  # observations included
     max_turn_len: int  # sampled tokens
     max_turns: int
+    max_images: int  # those of the prompt included
     max_tool_errors: int
     tool_timeout: float
     trajectory_timeout: float
@@ -162,34 +167,56 @@ class Trajectory:
         return ""
 
 
-class ToolThreads:
-    """`num` threads for plain tools; a call waits while all of them are busy.
+@dataclass(eq=False)
+class _Call:
+    function: Callable
+    args: tuple
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future
+    state: str = "waiting"  # then running, done; or abandoned, when nobody waits any more
 
-    Daemons: one that hangs keeps its thread, but not the program from ending, as a ThreadPoolExecutor's would. Started
-    at once: a thread that starts waits for Python's lock, and a burst of starts would stop the event loop.
+
+class ToolThreads:
+    """`num` threads for code of others (tools, rewards) that is not async; a call waits while all of them are busy.
+
+    Daemons: one that hangs does not keep the program from ending, as a ThreadPoolExecutor's would. A thread cannot be
+    ended: whoever gives up a running call gets another thread in its place, and the old one goes when its call returns.
+    Started at once: a thread that starts waits for Python's lock, and a burst of starts would stop the event loop.
     """
 
     def __init__(self, num: int):
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
+        self.lock = threading.Lock()  # of the calls' states
         for _ in range(num):
-            threading.Thread(target=self._work, args=(self.calls,), name="tool", daemon=True).start()
+            self._start_thread()
         weakref.finalize(self, lambda calls: [calls.put(None) for _ in range(num)], self.calls)
 
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, args=(self.calls, self.lock), name="tool", daemon=True).start()
+
     @staticmethod
-    def _work(calls: queue.SimpleQueue) -> None:
+    def _work(calls: queue.SimpleQueue, lock: threading.Lock) -> None:
         while (call := calls.get()) is not None:
-            function, args, loop, future = call
+            with lock:
+                if call.state == "abandoned":
+                    continue
+                call.state = "running"
             try:
-                outcome, error = function(*args), None
-            except BaseException as e:
-                outcome, error = None, e
+                outcome, error = call.function(*call.args), None
+            except BaseException as e:  # a future takes no StopIteration, and a SystemExit in it would end the run
+                ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
+                outcome, error = None, e if ordinary else RuntimeError(repr(e))
+            with lock:
+                if call.state == "abandoned":
+                    return
+                call.state = "done"
             with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
-                loop.call_soon_threadsafe(ToolThreads._deliver, future, outcome, error)
+                call.loop.call_soon_threadsafe(ToolThreads._deliver, call.future, outcome, error)
 
     @staticmethod
     def _deliver(future: asyncio.Future, outcome, error) -> None:
         if future.done():
-            return  # the call has timed out, nobody waits any more
+            return  # given up in this very moment
         if error is None:
             future.set_result(outcome)
         else:
@@ -198,9 +225,18 @@ class ToolThreads:
     async def run(self, function: Callable, *args):
         """What `function(*args)` returns or raises."""
         loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self.calls.put((function, args, loop, future))
-        return await future
+        call = _Call(function, args, loop, loop.create_future())
+        self.calls.put(call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            with self.lock:
+                hangs = call.state == "running"
+                if call.state != "done":
+                    call.state = "abandoned"
+            if hangs:
+                self._start_thread()
+            raise
 
 
 class Rollout:
@@ -234,7 +270,12 @@ class Rollout:
         originals = [decode_image(data, sample.where) for data in sample.images]
         if originals and not self.codec.has_vision:
             raise DataError(f"{sample.where}: the row has images, but the model has no vision tower")
-        views = [View.of(self.rules.make_view(i)) for i in originals]
+        if len(originals) > self.limits.max_images:
+            raise DataError(f"{sample.where}: {len(originals)} images, max_images is {self.limits.max_images}")
+        try:
+            views = [View.of(self.rules.make_view(i)) for i in originals]
+        except ValueError as e:
+            raise DataError(f"{sample.where}: {e}") from None
         engine_ids = self.codec.encode_prompt(sample.prompt)
         tokens = self.codec.expand(engine_ids, [v.image.size for v in views])
         if len(tokens) > self.limits.max_prompt_len:
@@ -262,7 +303,7 @@ class Rollout:
         rank asks, each number once (`dist.take`); a rank asks while it has fewer than `max_inflight` trajectories
         running, so that a rank with short trajectories takes more groups. Seeds depend on the group's number and the
         member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears of each that ends,
-        `heartbeat` every half minute of what the trajectories are doing.
+        `heartbeat` every half minute of what the trajectories are doing; as often the engine is asked whether it lives.
         """
         loop = asyncio.get_running_loop()
         room = asyncio.Condition()
@@ -271,8 +312,10 @@ class Rollout:
         async def beat() -> None:
             while True:
                 await asyncio.sleep(HEARTBEAT_SECONDS)
-                states = Counter(t.state for t in started)
-                heartbeat("trajectories: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
+                if heartbeat:
+                    states = Counter(t.state for t in started)
+                    heartbeat("trajectories: " + ", ".join(f"{n} {state}" for state, n in sorted(states.items())))
+                await self.engine.check()
 
         def has_room() -> bool:
             return running + group_size <= max(self.max_inflight, group_size)
@@ -294,22 +337,21 @@ class Rollout:
             return await asyncio.gather(*(member(prompt, number, k) for k in range(group_size)))
 
         groups = []
-        pulse = loop.create_task(beat()) if heartbeat else None
         try:
             async with asyncio.TaskGroup() as tasks:
+                pulse = tasks.create_task(beat())
                 while (i := take()) < len(samples):
                     running += group_size  # a whole group starts at once: its members share images and prefix
                     groups.append(tasks.create_task(group(first_group + i, samples[i])))
                     async with room:
                         await room.wait_for(has_room)
+                await asyncio.gather(*groups)
+                pulse.cancel()
         except BaseExceptionGroup as e:  # the first failure has cancelled the other groups: it alone is the news
             cause: BaseException = e
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise cause from None
-        finally:
-            if pulse:
-                pulse.cancel()
         return [t for g in groups for t in g.result()]
 
     async def one(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> None:
@@ -319,29 +361,57 @@ class Rollout:
                 t.finish_reason = await self._turns(t, prompt, seed, temperature)
         except TimeoutError:
             t.finish_reason = "timeout"
-        t.why_invalid = t.check(self.codec)
+        except InvariantError as e:
+            t.why_invalid = str(e)
+        t.why_invalid = t.why_invalid or t.check(self.codec)
+        if not t.why_invalid:
+            t.state = "in reward"
+            await self._reward(t)
         if t.why_invalid:
             t.finish_reason = "invalid"
-        else:
-            t.state = "in reward"
-            parts = self.reward(t)
-            t.reward_parts = await parts if inspect.isawaitable(parts) else parts
-            if t.reward_parts["score"] is not None:
-                t.rewards[-1] += t.reward_parts["score"]  # the last token is a sampled one
         t.state = "done"
 
-    async def _turns(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> str:
-        """Appends turns to `t` until something ends it; returns the finish reason."""
-        tool, errors, limits = None, 0, self.limits
-        observation = Piece([], [], [])
-        if prompt.sample.env_name:
-            name = prompt.sample.env_name
+    async def _reward(self, t: Trajectory) -> None:
+        """Adds the score to the last token, which is a sampled one. A reward that raises is no reward, and no zero."""
+        try:
+            async with asyncio.timeout(self.limits.trajectory_timeout):
+                parts = await self.tool_threads.run(self.reward, t)
+                t.reward_parts = dict(await parts if inspect.isawaitable(parts) else parts)
+                score = t.reward_parts["score"]
+                if score is not None:
+                    if not math.isfinite(score):
+                        raise ValueError(f"the score is {score}")
+                    t.rewards[-1] += score
+        except Exception as e:  # anyone's code, as a tool is
+            t.reward_parts = {"score": None}
+            t.why_invalid = f"reward: {_in_words(e, self.limits.trajectory_timeout)}"
+
+    async def _make_tool(self, prompt: Prompt) -> ToolBase | None:
+        """The trajectory's own tool, reset; None for a row without `env_name`."""
+        name = prompt.sample.env_name
+        if not name:
+            return None
+
+        def make() -> ToolBase:
             tool = ToolBase.create(name, **self.tool_kwargs.get(name, {}))
             views = {"image": [v.image for v in prompt.views]}
             tool.reset(prompt.sample.prompt, views, {"image": prompt.originals})
+            return tool
+
+        try:
+            async with asyncio.timeout(self.limits.tool_timeout):
+                return await self.tool_threads.run(make)
+        except Exception as e:  # there is no turn yet that could tell the policy
+            raise InvariantError(f"{name} cannot start: {_in_words(e, self.limits.tool_timeout)}") from None
+
+    async def _turns(self, t: Trajectory, prompt: Prompt, seed: int, temperature: float) -> str:
+        """Appends turns to `t` until something ends it; returns the finish reason."""
+        limits, errors, known = self.limits, 0, []
+        observation = Piece([], [], [])
+        tool = await self._make_tool(prompt)
         for turn in range(limits.max_turns):
             room = limits.max_response_len - t.response_len - len(observation.tokens)
-            if room < 1:
+            if room < 1 or len(t.views) + len(observation.views) > limits.max_images:
                 return "obs_overflow" if turn else "length"
             # The observation joins the trajectory together with the turn that answers it, whatever happens in between:
             # a trajectory never ends on an observation.
@@ -354,6 +424,12 @@ class Rollout:
                 seed=seed + (turn << 32),
             )
             t.append_observation(observation)
+            # What the engine saw is what will be trained on, and nothing that it saw before has changed.
+            if g.prompt_ids != t.tokens:
+                raise InvariantError("the engine expanded the prompt to other tokens than the trainer's view")
+            if g.prompt_ids[: len(known)] != known:
+                raise InvariantError("the tokens of a turn are no prefix of the next turn's")
+            known = g.prompt_ids + g.ids
             t.append_sampled(g.ids, g.logprobs, g.version)
             t.turn_texts.append(self.codec.decode(g.ids))
             if not g.stopped:
@@ -361,35 +437,41 @@ class Rollout:
             if tool is None:
                 return "stop"
             t.state = "in a tool"
-            result, reward, done, info = await self.execute_tool(tool, t.turn_texts[-1])
+            observation, reward, done, info = await self.execute_tool(tool, t.turn_texts[-1], g.ids[-1])
             t.rewards[-1] += reward
             if "call" in info:
-                t.calls.append(info | {"turn": turn, "num_images": len(result.images)})
-                errors = 0 if info["ok"] else errors + 1
+                t.calls.append({"ok": True} | info | {"turn": turn, "num_images": len(observation.views)})
+                errors = 0 if t.calls[-1]["ok"] else errors + 1
             if done:
                 return info.get("finish_reason", "answer")
             if errors >= limits.max_tool_errors:
                 return "tool_error_limit"
             if turn == limits.max_turns - 1:
                 return "max_turns"
-            loop = asyncio.get_running_loop()
-            observation = await loop.run_in_executor(self.images, self.render, result, g.ids[-1])
         raise AssertionError("unreachable: the last turn returns")
 
-    async def execute_tool(self, tool: ToolBase, text: str) -> tuple[Observation, float, bool, dict]:
-        """One tool call under its time limit. Whatever goes wrong becomes an observation the policy can read."""
+    async def execute_tool(self, tool: ToolBase, text: str, last_id: int) -> tuple[Piece, float, bool, dict]:
+        """One tool call under its time limit, its observation rendered. Whatever goes wrong, the policy reads it."""
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.limits.tool_timeout):
                 if inspect.iscoroutinefunction(tool.execute):
                     raw, reward, done, info = await tool.execute(text)
                 else:
                     raw, reward, done, info = await self.tool_threads.run(tool.execute, text)
-            return Observation.parse(raw), float(reward), bool(done), dict(info or {})
-        except TimeoutError:
-            message = f"no answer within {self.limits.tool_timeout:g} seconds"
+            observation, reward, info = Observation.parse(raw), float(reward), dict(info or {})
+            if not math.isfinite(reward):
+                raise ToolError(f"the tool's reward is {reward}")
+            piece = await loop.run_in_executor(self.images, self.render, observation, last_id)
+            return piece, reward, bool(done), info
+        except (asyncio.CancelledError, SystemExit) as e:
+            if asyncio.current_task().cancelling():
+                raise  # it is the trajectory that is cancelled, not something within the tool
+            message = repr(e)
         except Exception as e:  # a tool is anyone's code: its failure is counted and shown to the policy
-            message = str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
-        return error_observation(message), 0.0, False, {"call": tool.name, "ok": False, "error": message}
+            message = _in_words(e, self.limits.tool_timeout)
+        piece = await loop.run_in_executor(self.images, self.render, error_observation(message), last_id)
+        return piece, 0.0, False, {"call": tool.name, "ok": False, "error": message}
 
     def render(self, observation: Observation, last_id: int) -> Piece:
         """What follows `last_id`, as tokens and views. Runs in a thread."""
@@ -398,11 +480,17 @@ class Rollout:
             ids = self.codec.encode_slots(observation.text, tags=True, markers=True)
             opens_turn = observation.text.lstrip().startswith("<|im_start|>")
         else:
-            ids = [*self.codec.encode("\n"), *self.codec.encode_chat(observation.text, slots=observation.slots)]
+            ids = [*self.codec.newline, *self.codec.encode_chat(observation.text, slots=observation.slots)]
             opens_turn = True
         if opens_turn and last_id != self.codec.im_end:  # a stop string ended the turn: it is still open
             ids = [self.codec.im_end, *ids]
         return Piece(ids, self.codec.expand(ids, [v.image.size for v in views]), views)
+
+
+def _in_words(e: Exception, seconds: float) -> str:
+    if isinstance(e, TimeoutError) and not e.args:
+        return f"no answer within {seconds:g} seconds"
+    return str(e) if isinstance(e, ToolError) else f"{type(e).__name__}: {e}"
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

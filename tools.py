@@ -95,8 +95,6 @@ class Observation:
     @classmethod
     def parse(cls, raw) -> "Observation":
         """Any of the forms above. Raises ToolError where the form is none of them or slots and images disagree."""
-        if isinstance(raw, Observation):
-            return raw
         images = []
         if isinstance(raw, dict):
             images = list((raw.get("multi_modal_data") or {}).get("image") or [])
@@ -121,10 +119,10 @@ class Observation:
 
 
 def error_observation(message: str) -> Observation:
-    """What the policy reads after a call that failed. Nothing in the message is taken for more than text."""
-    return Observation(
-        [{"role": "user", "content": f"<tool_response>Error: {message}</tool_response>"}], [], slots=False
-    )
+    """What the policy reads after a call that failed: a bounded message, nothing in it taken for more than text."""
+    message = message[:1000].encode("utf-8", "replace").decode()
+    content = f"<tool_response>Error: {message}</tool_response>"
+    return Observation([{"role": "user", "content": content}], [], slots=False)
 
 
 # ---------------------------------------------------------------------------------------------------- boxes

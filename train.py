@@ -180,7 +180,7 @@ def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
         cfg.model,
         codec,
         max_len=cfg.max_prompt_len + cfg.max_response_len,
-        max_images=cfg.max_turns + 8,
+        max_images=cfg.max_images,
         max_num_seqs=min(256, max_inflight(cfg)),
         dtype=cfg.engine_dtype,
         seed=cfg.seed * 1000 + dist.RANK,
@@ -190,6 +190,7 @@ def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
         tensor_parallel=cfg.rollout_tp,
         threads=cfg.engine_threads,
         stop=tuple(cfg.stop),
+        timeout=cfg.engine_timeout,
     )
 
 
@@ -201,6 +202,7 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
         max_response_len=cfg.max_response_len,
         max_turn_len=cfg.max_turn_len,
         max_turns=cfg.max_turns,
+        max_images=cfg.max_images,
         max_tool_errors=cfg.max_tool_errors,
         tool_timeout=cfg.tool_timeout,
         trajectory_timeout=cfg.trajectory_timeout,

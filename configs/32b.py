@@ -8,3 +8,4 @@ model = "Qwen2.5-VL-32B-Instruct"
 out_dir = "out/32b"
 rollout_tp = 4
 max_turns = 20
+max_images = 32

@@ -25,4 +25,7 @@ class ScriptedEngine:
         out, stopped = (out, stopped) if len(out) <= max_tokens else (out[:max_tokens], False)
         logprobs = [-(self.said + k) / 100 for k in range(1, len(out) + 1)]
         self.said += len(out)
-        return Generation(out, logprobs, stopped, version=7)
+        return Generation(self.codec.expand(ids, [v.image.size for v in views]), out, logprobs, stopped, version=7)
+
+    async def check(self):
+        pass

@@ -18,6 +18,7 @@ LIMITS = RolloutLimits(
     max_response_len=200,
     max_turn_len=24,
     max_turns=4,
+    max_images=8,
     max_tool_errors=3,
     tool_timeout=30,
     trajectory_timeout=120,

@@ -4,17 +4,26 @@ import asyncio
 import dataclasses
 import io
 import itertools
+import math
+import os
+import random
+import sys
 import threading
 import time
 
+import psutil
 import pytest
+from conftest import ROOT
 from fake_engine import ScriptedEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from data import DataError, ImageRules, Sample
+from engine import EngineError
 from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics
-from tools import ToolBase
+from tools import ToolBase, ToolError
 from toy import answer_text, call_text
 
 LIMITS = RolloutLimits(
@@ -22,6 +31,7 @@ LIMITS = RolloutLimits(
     max_response_len=200,
     max_turn_len=60,
     max_turns=3,
+    max_images=8,
     max_tool_errors=2,
     tool_timeout=5,
     trajectory_timeout=20,
@@ -193,6 +203,21 @@ def explode():
     raise KeyError("boom")
 
 
+def fail(message):
+    raise ToolError(message)
+
+
+def picture(image):
+    return {"prompt": "<image>", "multi_modal_data": {"image": [image]}}, 0.0, False, {}
+
+
+def broken_image():
+    """A picture whose second half is missing; PIL notices when the pixels are read."""
+    buffer = io.BytesIO()
+    Image.effect_noise((200, 200), 50).save(buffer, "PNG")
+    return Image.open(io.BytesIO(buffer.getvalue()[:8000]))
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -201,6 +226,15 @@ def explode():
         (lambda: ("<image>", 0.0, False, {}), "1 <image> slots and 0 images"),
         (lambda: ("x", "much", False, {}), "could not convert"),
         (lambda: None, "cannot unpack"),
+        (lambda: ("", float("nan"), False, {}), "the tool's reward is nan"),
+        (lambda: ("", 0.0, False, 7), "'int' object is not iterable"),
+        (lambda: sys.exit(3), "SystemExit(3)"),
+        (lambda: next(iter(())), "StopIteration()"),
+        (lambda: picture(broken_image()), "OSError"),
+        (lambda: picture(Image.new("RGB", (5, 1001))), "an image of 5 x 1001 pixels"),
+        (lambda: picture(Image.new("RGB", (0, 5))), "an image of 0 x 5 pixels"),
+        (lambda: ("\ud800", 0.0, False, {}), "must be str"),
+        (lambda: fail("\ud800"), "\ud800"),
     ],
 )
 def test_a_tool_that_fails_costs_one_observation(codec, act, message):
@@ -332,6 +366,8 @@ def test_async_tools_run_and_time_out(codec):
         name = "async_stub"
 
         async def execute(self, text, **kwargs):
+            if text.startswith("cancelled"):
+                raise asyncio.CancelledError("by the server")
             await asyncio.sleep(0 if text.startswith("quick") else 30)
             return "", 0.5, True, {}
 
@@ -341,6 +377,8 @@ def test_async_tools_run_and_time_out(codec):
         assert (t.finish_reason, t.reward) == ("answer", 0.5)
         (t,), _ = roll(codec, ["slow", "quick"], sample(env="async_stub"), {}, limits)
         assert t.calls[0]["error"] == "no answer within 0.2 seconds" and t.finish_reason == "answer"
+        (t,), _ = roll(codec, ["cancelled", "quick"], sample(env="async_stub"), {}, limits)
+        assert t.calls[0]["error"] == "CancelledError('by the server')" and t.finish_reason == "answer"
     finally:
         del ToolBase.registry["async_stub"]
 
@@ -367,6 +405,173 @@ def test_work_is_handed_out_to_whoever_has_room(codec):
     fast, slow = asyncio.run(both())
     assert sorted(t.group_id for t in fast + slow) == sorted(2 * list(range(40, 52)))
     assert len(fast) > len(slow) >= 4, "both took what they had room for, the fast one the rest"
+
+
+@pytest.mark.slow
+def test_two_real_ranks_share_the_work(tmp_path, run_script):
+    script = os.path.join(os.path.dirname(__file__), "hand_out.py")
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    path = {"PYTHONPATH": f"{ROOT}:{os.path.dirname(script)}"}
+    run_script(*run, script, str(tmp_path / "taken"), check=True, env=path)
+    fast, slow = eval((tmp_path / "taken").read_text())
+    assert sorted(fast + slow) == sorted(2 * list(range(40, 52))), "each group once, with both members"
+    assert len(fast) > len(slow) >= 4
+
+
+def test_hanging_calls_do_not_use_up_the_threads(codec):
+    """One thread for tools: a call that hangs is given up, and the next ones find another thread."""
+    release, calls = threading.Event(), itertools.count()
+
+    def act():
+        if next(calls) == 0:
+            release.wait(60)
+        return "", 0.0, True, {}
+
+    limits = dataclasses.replace(LIMITS, tool_timeout=0.2)
+    engine = ScriptedEngine(codec, ["a", "b"])
+    rollout = Rollout(
+        engine, codec, RULES, limits, lambda t: {"score": 1.0}, {"stub": {"act": act}}, seed=0, tool_threads=1
+    )
+    (t,) = asyncio.run(rollout.run([sample(env="stub")], 1, 1.0, take=itertools.count().__next__))
+    release.set()
+    assert (t.finish_reason, t.reward) == ("answer", 1.0)
+    assert t.calls[0]["error"] == "no answer within 0.2 seconds"
+
+
+class _Broken(ToolBase):
+    """Cannot be made, or cannot be reset."""
+
+    name = "broken"
+
+    def __init__(self, *args, where="", **kwargs):
+        super().__init__()
+        self.where = where
+        if where == "init":
+            explode()
+
+    def reset(self, *args, **kwargs):
+        if self.where == "slow":
+            time.sleep(1.0)
+        explode()
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("init", "broken cannot start: KeyError: 'boom'"),
+        ("reset", "broken cannot start: KeyError: 'boom'"),
+        ("slow", "broken cannot start: no answer within 0.2 seconds"),
+    ],
+)
+def test_a_tool_that_cannot_start_costs_its_trajectory(codec, where, reason):
+    limits = dataclasses.replace(LIMITS, tool_timeout=0.2)
+    (t,), engine = roll(codec, ["a"], sample(env="broken"), {"broken": {"where": where}}, limits)
+    assert (t.finish_reason, t.why_invalid, engine.asked) == ("invalid", reason, [])
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (lambda t: explode(), "reward: KeyError: 'boom'"),
+        (lambda t: {"score": float("nan")}, "reward: ValueError: the score is nan"),
+        (lambda t: {"acc": 1.0}, "reward: KeyError: 'score'"),
+        (lambda t: asyncio.sleep(0, 3), "reward: TypeError: 'int' object is not iterable"),
+    ],
+)
+def test_a_reward_that_fails_costs_its_trajectory(codec, reward, reason):
+    (t,), _ = roll(codec, ["a"], sample(env=""), reward=reward)
+    assert (t.finish_reason, t.why_invalid) == ("invalid", reason)
+    assert t.reward_parts == {"score": None} and t.rewards == [0.0] * len(t.tokens)
+
+
+def test_rewards_overlap(codec):
+    """A slow reward that is not async holds nobody up: eight of them take the time of one."""
+    together = threading.Barrier(8)
+
+    def reward(t):
+        together.wait(20)  # passes only if all eight are here at once
+        return {"score": 1.0}
+
+    trajectories, _ = roll(codec, ["a"] * 8, sample(env=""), group_size=8, reward=reward)
+    assert [t.reward for t in trajectories] == [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda ids: ids[:-1], "expanded the prompt to other tokens"),
+        (lambda ids: [*ids[:3], 9, *ids[4:]], "expanded the prompt to other tokens"),
+    ],
+)
+def test_the_engines_own_view_is_compared_in_every_turn(codec, spoil, reason):
+    class Other(ScriptedEngine):
+        async def generate(self, ids, views, **kwargs):
+            g = await super().generate(ids, views, **kwargs)
+            return dataclasses.replace(g, prompt_ids=spoil(g.prompt_ids)) if len(self.asked) == 2 else g
+
+    rollout = Rollout(
+        Other(codec, [ZOOM, "x"]), codec, RULES, LIMITS, toy_zoom, {"visual_toolbox_v2": {"reminder": ""}}, seed=0
+    )
+    (t,) = asyncio.run(rollout.run([sample()], 1, 1.0, take=itertools.count().__next__))
+    assert t.finish_reason == "invalid" and reason in t.why_invalid
+
+
+def test_an_earlier_turn_cannot_change(codec):
+    class Meddler(ScriptedEngine):
+        """Changes a token of the first turn in the trajectory itself, as a careless edit of the loop might."""
+
+        async def generate(self, ids, views, **kwargs):
+            if self.asked:
+                for held in (self.t.tokens, self.t.engine_ids, ids):
+                    held[held.index(self.codec.newline[0])] ^= 1
+            return await super().generate(ids, views, **kwargs)
+
+    engine = Meddler(codec, [ZOOM, "x"])
+    rollout = Rollout(engine, codec, RULES, LIMITS, toy_zoom, {"visual_toolbox_v2": {"reminder": ""}}, seed=0)
+    prompt = rollout.prepare(sample())
+    engine.t = Trajectory.start(prompt, 0)
+    asyncio.run(rollout.one(engine.t, prompt, 0, 1.0))
+    assert engine.t.why_invalid == "the tokens of a turn are no prefix of the next turn's"
+
+
+def test_images_have_a_budget_too(codec):
+    limits = dataclasses.replace(LIMITS, max_images=2)
+    (t,), _ = roll(codec, [ZOOM, ZOOM], limits=limits)
+    assert (t.finish_reason, len(t.turn_texts), len(t.views)) == ("obs_overflow", 2, 2)
+    with pytest.raises(DataError, match="row 3: 3 images, max_images is 2"):
+        roll(codec, ["a"], sample(images=3), limits=limits)
+
+
+def test_an_engine_that_does_not_answer_ends_the_rollout(codec, monkeypatch):
+    monkeypatch.setattr("rollout.HEARTBEAT_SECONDS", 0.05)
+
+    class Stuck(ScriptedEngine):
+        async def generate(self, *args, **kwargs):
+            await asyncio.sleep(60)
+
+        async def check(self):
+            raise EngineError("stuck")
+
+    rollout = Rollout(Stuck(codec, []), codec, RULES, LIMITS, toy_zoom, {}, seed=0)
+    with pytest.raises(EngineError, match="stuck"):
+        asyncio.run(rollout.run([sample(env="")], 2, 1.0, take=itertools.count().__next__))
+
+
+def test_memory_is_flat_over_fresh_images(codec):
+    """60 rounds of fresh images of 3 MB: what a round leaves behind must be far less than its images."""
+    rng, rss = random.Random(0), []
+    engine = ScriptedEngine(codec, [])
+    rollout = Rollout(engine, codec, RULES, LIMITS, toy_zoom, {"visual_toolbox_v2": {"reminder": ""}}, seed=0)
+    for _ in range(60):
+        samples = []
+        for _ in range(4):
+            buffer = io.BytesIO()
+            Image.frombytes("RGB", (1000, 1000), rng.randbytes(3_000_000)).save(buffer, "PNG", compress_level=0)
+            samples.append(dataclasses.replace(sample(), images=(buffer.getvalue(),)))
+        engine.texts, engine.asked = [ZOOM, "x"] * 8, []
+        asyncio.run(rollout.run(samples, 2, 1.0, take=itertools.count().__next__))
+        rss.append(psutil.Process().memory_info().rss / 2**20)
+    assert rss[-1] - rss[29] < 60, "30 rounds brought 360 MB of encoded and as much of decoded images"
 
 
 def test_heartbeat_counts_trajectories_by_state(codec, monkeypatch):
@@ -471,3 +676,116 @@ def test_a_turn_that_a_stop_string_ended_is_closed_first(codec, observation):
     assert codec.decode(t.tokens).endswith("a<|im_end|>" + TURN.format("x") + "b")
     end = len(t.tokens) - 1 - t.response_mask[::-1].index(0)
     assert t.response_mask.count(1) == 2 and end < len(t.tokens) - 1, "the mark that closes the turn was not sampled"
+
+
+# ---------------------------------------------------------------------------------------------------- any tool at all
+TEXT = st.one_of(
+    st.text(max_size=30),
+    st.lists(
+        st.sampled_from(
+            [
+                "<image>",
+                "<|im_start|>",
+                "<|im_end|>",
+                "<|image_pad|>",
+                "<tool_response>",
+                "</tool_call>",
+                "\n",
+                "x",
+                "\ud800",
+            ]
+        ),
+        max_size=6,
+    ).map("".join),
+)
+PICTURE = st.builds(
+    Image.new,
+    st.sampled_from(["RGB", "RGBA", "L", "1", "P", "I;16", "F", "CMYK"]),
+    st.tuples(st.integers(0, 300), st.integers(0, 300)),
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", ""]), "content": TEXT}), max_size=2)
+OBSERVATION = st.one_of(
+    st.none(), TEXT, MESSAGES, st.integers(), st.just([{"role": "user"}]), st.just({"multi_modal_data": 3}),
+    st.tuples(st.sampled_from(["prompt", "chat"]), st.one_of(TEXT, MESSAGES), st.lists(PICTURE, max_size=3)).map(
+        lambda p: {p[0]: p[1], "multi_modal_data": {"image": p[2]}}
+    ),
+    # Slots and pictures that agree, more often than chance would have it.
+    st.lists(PICTURE, min_size=1, max_size=3).map(
+        lambda images: {"prompt": "a<image>" * len(images), "multi_modal_data": {"image": images}}
+    ),
+)  # fmt: skip
+RESULT = st.one_of(
+    st.tuples(
+        OBSERVATION,
+        st.one_of(st.floats(), st.integers(-2, 2), st.none(), st.just("1")),
+        st.booleans(),
+        st.one_of(st.none(), st.just({}), st.just({"call": "x"}), st.just({"call": "x", "ok": False}), st.just(5)),
+    ),
+    OBSERVATION,
+    st.sampled_from(
+        [KeyError("k"), ToolError("t"), SystemExit(1), StopIteration(), KeyboardInterrupt(), MemoryError()]
+    ),
+)
+TURN_TEXT = st.one_of(
+    st.sampled_from(["x", ZOOM, BAD, answer_text("7", "x")]),
+    st.tuples(st.sampled_from(["a", "and so on"]), st.just("length")),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=st.lists(TURN_TEXT, min_size=5, max_size=5),
+    results=st.lists(RESULT, min_size=5, max_size=5),
+    is_async=st.booleans(),
+    score=st.one_of(st.none(), st.floats()),
+    max_response_len=st.integers(5, 200),
+    num_images=st.integers(0, 2),
+)
+def test_whatever_the_tools_do(codec, texts, results, is_async, score, max_response_len, num_images):
+    """The invariants hold or the trajectory is dropped with a reason; nothing of it reaches the others or the loop."""
+    acts = iter(results)
+
+    def act():
+        result = next(acts)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def act_async(text):
+        return act()
+
+    def make(*args, **kwargs):
+        tool = _Stub(act=act)
+        if is_async and not any(
+            isinstance(r, KeyboardInterrupt) for r in results
+        ):  # asyncio lets no one catch that one
+            tool.execute = act_async
+        return tool
+
+    limits = dataclasses.replace(LIMITS, max_turns=4, max_images=5, max_response_len=max_response_len)
+    engine = ScriptedEngine(codec, texts)
+    rollout = Rollout(engine, codec, RULES, limits, lambda t: {"score": score}, {}, seed=0, tool_threads=2)
+    registered, ToolBase.registry["stub"] = ToolBase.registry["stub"], make
+    make.description = make.parameters = None
+    try:
+        row = sample(env="stub", images=num_images)
+        (t,) = asyncio.run(rollout.run([row], 1, 1.0, take=itertools.count().__next__))
+    finally:
+        ToolBase.registry["stub"] = registered
+    if t.finish_reason == "invalid":
+        assert t.why_invalid.startswith("reward: ValueError: the score is ") and not math.isfinite(score)
+        return
+    assert t.why_invalid == "" and t.check(codec) == ""
+    assert t.finish_reason in ("answer", "length", "max_turns", "obs_overflow", "tool_error_limit")
+    assert t.response_len <= max_response_len and len(t.turn_texts) <= 4 and len(t.views) <= 5
+    assert t.response_mask[: t.prompt_len] == [0] * t.prompt_len and t.response_mask[-1] == 1
+    # Sampled: what the engine said, in order, and nothing else.
+    sampled = [p for p, m in zip(t.rollout_logprobs, t.response_mask, strict=True) if m]
+    assert sampled == [-k / 100 for k in range(1, engine.said + 1)]
+    assert all(p == 0.0 for p, m in zip(t.rollout_logprobs, t.response_mask, strict=True) if not m)
+    # Each prompt of the engine continues the one before, and holds one pad per image.
+    for (before, _, _), (after, uuids, _) in itertools.pairwise(engine.asked):
+        assert after[: len(before)] == before and after.count(codec.image_token_id) == len(uuids)
+    assert t.engine_ids[: len(engine.asked[-1][0])] == engine.asked[-1][0]
+    assert t.tokens.count(codec.image_token_id) == 16 * len(t.views), "each picture takes 4 x 4 tokens here, at most"
+    assert math.isfinite(t.reward)
