@@ -225,6 +225,7 @@ class VLLMEngine:
             else:
                 info = ShmTrainerInitInfo(rank=0)  # each rank drives its own engine
             self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(module))
+        self._sender.source = ModuleSource(module)
         self.version = version
         self._sender.send_weights()
         self.run(self._reset_caches())
