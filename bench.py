@@ -2,23 +2,27 @@
 
 python bench.py step out/toy/log.jsonl     # where the seconds of a run's steps went
 python bench.py rollout --inflight 64      # trajectories per second: this loop against turn-lockstep and the limit
-python bench.py turns                      # tokens prefilled per trajectory over the least possible, 1 to 16 turns
+python bench.py turns                      # tokens prefilled and images encoded over the least possible, 1 to 16 turns
 """
 
 import argparse
 import asyncio
+import collections
 import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -53,6 +57,55 @@ def step(log: str, skip: int = 3) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------- rollout
+class Profile:
+    """Samples where this process's threads are, 200 times a second: shares of the wall time, by whose code runs.
+
+    Threads overlap: the shares are those of samples in which some thread was there, and need not add up to 1.
+    """
+
+    OWNERS = (  # the first that fits, from the innermost frame outwards
+        ("PIL: decoding, cropping, resizing", "/PIL/"),
+        ("tokenizers, transformers, torch, numpy", ("/tokenizers/", "/transformers/", "/torch", "/numpy/")),
+        ("vLLM's front end", ("/vllm/", "/msgspec/", "/zmq/")),
+        ("our own Python", os.path.dirname(os.path.abspath(__file__)) + os.sep),
+        ("asyncio and threads", ("/asyncio/", "/concurrent/", "/threading.py", "/selectors.py")),
+    )
+
+    def __enter__(self):
+        self.samples, self.counts, self.ended = 0, collections.Counter(), threading.Event()
+        self.engine = psutil.Process().children(recursive=True)[0]
+        self.start = time.perf_counter(), sum(self.engine.cpu_times()[:2])
+        self.thread = threading.Thread(target=self._sample)
+        self.thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self.ended.wait(0.005):
+            self.samples += 1
+            here = {self._owner(f) for i, f in sys._current_frames().items() if i != threading.get_ident()}
+            self.counts.update(here - {None})
+
+    def _owner(self, frame) -> str | None:
+        waits = ("select", "wait", "_worker", "_work", "run", "get", "poll")  # innermost where a thread waits in C
+        if frame.f_code.co_name in waits:
+            return None
+        for name, folders in self.OWNERS:
+            if any(
+                folder in frame.f_code.co_filename for folder in ([folders] if isinstance(folders, str) else folders)
+            ):
+                in_site = "site-packages" in frame.f_code.co_filename
+                if name != "our own Python" or not in_site:
+                    return name
+        return None
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+        wall = time.perf_counter() - self.start[0]
+        self.shares = {name: self.counts[name] / self.samples for name, _ in self.OWNERS}
+        self.shares["engine process (CPU time)"] = (sum(self.engine.cpu_times()[:2]) - self.start[1]) / wall
+
+
 def lognormal(rng: random.Random, mean: float, variation: float) -> float:
     """A draw with that mean and coefficient of variation."""
     sigma2 = math.log(1 + variation**2)
@@ -139,6 +192,10 @@ def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
             begin = time.perf_counter()
             engine.run(way())
             rates[name].append(num / (time.perf_counter() - begin))
+    rollout.tool_kwargs["bench_tool"]["seconds"] = itertools.repeat(0.0)
+    engine.run(engine._reset_caches())
+    with Profile() as profile:
+        engine.run(ours())
     engine.close()
     best = {name: max(r) for name, r in rates.items()}
     table = Table(
@@ -147,45 +204,76 @@ def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
     for name, rate in best.items():
         table.add_row(name, f"{rate:.1f}", f"{rate * sampled / num:.0f}")
     Console().print(table)
+    where = Table(
+        "share of the wall time in which some thread of the training process is in",
+        "",
+        title="this loop, tools take no time",
+    )
+    for name, share in profile.shares.items():
+        where.add_row(name, f"{share:.0%}")
+    Console().print(where)
     ratio = lambda a, b: round(best[a] / best[b], 2) if b in best else None  # noqa: E731
     return {
         "inflight": inflight,
         "vs_lockstep_serial": ratio("this loop", "lockstep, serial tools"),
         "vs_lockstep_parallel": ratio("this loop", "lockstep, parallel tools"),
         "of_limit": ratio("this loop, tools take no time", "limit: no tools, no turns"),
+        "tokens_per_s": round(best["this loop"] * sampled / num),
         "tokens_per_s_without_tool_time": round(best["this loop, tools take no time"] * sampled / num),
+        "own_python": round(profile.shares["our own Python"], 3),
     }
 
 
 def bench_turns() -> dict:
     """Prompt tokens that the engine computed, over the least possible: the prompt, each observation and each last
     sampled token once. Observations have about 200 tokens and an image, turns 24 sampled tokens."""
-    table = Table("turns", "prefilled per trajectory", "least", "ratio", title="prefix cache, block size 32")
+    table = Table(
+        "turns",
+        "prefilled per trajectory",
+        "least",
+        "ratio",
+        "images encoded, of distinct ones",
+        title="prefix cache, block size 32",
+    )
     result = {}
     for turns in (1, 2, 4, 8, 16):
-        engine, rollout, samples = setup([[24] * turns] * 8, 8, max_turns=turns, words=180)
+        engine, rollout, samples = setup([[24] * turns] * 8, 8, max_turns=turns, words=180, fresh_crops=True)
         engine.run(engine._reset_caches())
         trajectories = engine.run(rollout.run(samples, 1, 1.0, take=itertools.count().__next__))
         least = sum(len(t.tokens) - t.num_sampled + len(t.turn_texts) - 1 for t in trajectories) / len(trajectories)
         prefilled = engine.prefilled / len(trajectories)
-        table.add_row(str(turns), f"{prefilled:.0f}", f"{least:.0f}", f"{prefilled / least:.3f}")
+        distinct = sum(len({v.uuid for v in t.views}) for t in trajectories)
+        encoded = engine.encoded.value / distinct
+        table.add_row(str(turns), f"{prefilled:.0f}", f"{least:.0f}", f"{prefilled / least:.3f}", f"{encoded:.2f}")
         result[f"prefill_ratio_{turns}"] = round(prefilled / least, 3)
+        result[f"encoded_{turns}"] = round(encoded, 3)
         engine.close()
     Console().print(table)
     return result
 
 
-def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int = 0):
+def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int = 0, fresh_crops: bool = False):
     """(engine, rollout, samples): a real vLLM on the toy's model with a longer context, that samples as many tokens as
-    `lengths[trajectory][turn]` says, and a tool that waits and answers with a crop and `words` characters of text."""
+    `lengths[trajectory][turn]` says, and a tool that waits and answers with a crop (`fresh_crops`: another one each
+    turn) and `words` characters of text. `engine.encoded` counts the images that pass the engine's vision tower."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     import toy
     from data import Codec, ImageRules, parse_row
     from engine import VLLMEngine
     from rollout import Rollout, RolloutLimits
     from tools import ToolBase
 
+    encoded_images = multiprocessing.Value("l", 0)  # shared with the forked engine
+    schedule = Scheduler.schedule
+
+    def counting_schedule(self, *args, **kwargs):
+        output = schedule(self, *args, **kwargs)
+        encoded_images.value += sum(map(len, output.scheduled_encoder_inputs.values()))
+        return output
+
     class Engine(VLLMEngine):
-        prefilled = 0
+        prefilled, encoded = 0, encoded_images
 
         async def generate(self, ids, views, *, max_tokens, temperature, seed):
             drawn, turn = lengths[seed % (1 << 32)], seed >> 32
@@ -215,7 +303,8 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
                 return "", 0.0, True, {}
             await asyncio.sleep(next(self.seconds))
             message = {"role": "user", "content": "<image>" + "x" * words}
-            crop = self.image.crop((100, 100, 300, 300))
+            shift = 7 * self.calls if fresh_crops else 0
+            crop = self.image.crop((100 + shift, 100, 300 + shift, 300))
             return {"chat": [message], "multi_modal_data": {"image": [crop]}}, 0.0, False, {"call": "bench", "ok": True}
 
     folder = tempfile.mkdtemp(prefix="nanoeyes-bench-")
@@ -228,7 +317,9 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
         json.dump(config, f)
     codec = Codec(folder)
+    Scheduler.schedule = counting_schedule
     engine = Engine(folder, codec, max_len=8192, max_images=max_turns + 1, max_num_seqs=inflight, kv_cache_mb=1024)
+    Scheduler.schedule = schedule
     shutil.rmtree(folder)
     rows = toy.make_rows(len(lengths), 0, "bench")
     samples = [parse_row(row, f"row {i}", env_name="bench_tool") for i, row in enumerate(rows)]

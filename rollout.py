@@ -368,7 +368,7 @@ class Rollout:
             t.state = "in reward"
             await self._reward(t)
         if t.why_invalid:
-            t.finish_reason = "invalid"
+            t.finish_reason, t.reward_parts = "invalid", {"score": None}
         t.state = "done"
 
     async def _reward(self, t: Trajectory) -> None:
@@ -383,7 +383,6 @@ class Rollout:
                         raise ValueError(f"the score is {score}")
                     t.rewards[-1] += score
         except Exception as e:  # anyone's code, as a tool is
-            t.reward_parts = {"score": None}
             t.why_invalid = f"reward: {_in_words(e, self.limits.trajectory_timeout)}"
 
     async def _make_tool(self, prompt: Prompt) -> ToolBase | None:
@@ -494,7 +493,7 @@ def _in_words(e: Exception, seconds: float) -> str:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Sums over this rank's valid trajectories as {"name": (sum, count)}, to be added over ranks and divided once."""
+    """Sums over this rank's trajectories with a reward as {"name": (sum, count)}, to be added over ranks and divided once."""
     sums: dict[str, tuple[float, float]] = {}
 
     def add(name: str, value) -> None:
@@ -505,7 +504,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     for t in trajectories:
         for reason in FINISH_REASONS:
             add(f"finish/{reason}", t.finish_reason == reason)
-        if t.why_invalid:
+        if t.reward_parts["score"] is None:
             continue
         add("reward/mean", t.reward)
         for part, value in t.reward_parts.items():
@@ -522,6 +521,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     return sums
 
 
-def why_invalid(trajectories: list[Trajectory]) -> Counter:
-    """Reasons of dropped trajectories, counted."""
-    return Counter(t.why_invalid for t in trajectories if t.why_invalid)
+def reasons_left(trajectories: list[Trajectory]) -> Counter:
+    """Why trajectories leave the batch, counted: those that do not are not in it."""
+    why = (t.why_invalid or ("no reward" if t.reward_parts["score"] is None else "") for t in trajectories)
+    return Counter(filter(None, why))

@@ -18,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import dist
 from config import Config, ConfigError, load_config
@@ -40,7 +41,7 @@ from losses import clipped_policy_loss, grpo_advantages
 from model import Policy, clip_grad_norm, load_lm, prepare, save_hf
 from report import Report, memory_mb
 from reward import reward_function
-from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics, why_invalid
+from rollout import Rollout, RolloutLimits, Trajectory, reasons_left, rollout_metrics
 from tools import ToolBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +68,10 @@ def check_data(data: ParquetData) -> None:
                 find(data.env_name if column == "env_name" and data.env_name is not None else value)
             except ValueError as e:
                 raise DataError(f"{where}: {e}") from None
+
+
+class RolloutError(Exception):
+    """Too many trajectories of a step cannot be used."""
 
 
 class Learner:
@@ -222,13 +227,18 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
     )
 
 
-def valid_rows(cfg: Config, trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Those that hold all invariants and have a reward; too many others, over all ranks, stop the run."""
-    rows = [t for t in trajectories if not t.why_invalid and t.reward_parts["score"] is not None]
-    lost = dist.total(len(trajectories) - len(rows))
-    if lost > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
-        raise RuntimeError(f"{lost:.0f} trajectories left the batch: {dict(why_invalid(trajectories).most_common(3))}")
-    return rows
+def valid_rows(cfg: Config, trajectories: list[Trajectory]) -> tuple[list[Trajectory], dict[str, int]]:
+    """(rows, reasons): those that hold all invariants and have a reward, and why others, on all ranks, do not.
+
+    Too many others stop the run.
+    """
+    reasons = sum(dist.gather(reasons_left(trajectories)), Counter())
+    if reasons.total() > cfg.max_invalid_frac * cfg.prompts_per_step * cfg.group_size:
+        told = "; ".join(f"{n} x {reason}" for reason, n in reasons.most_common(3))
+        raise RolloutError(
+            f"{reasons.total()} of {cfg.prompts_per_step * cfg.group_size} trajectories left the batch: {told}"
+        )
+    return [t for t in trajectories if t.reward_parts["score"] is not None], dict(reasons)
 
 
 def train(cfg: Config) -> None:
@@ -269,7 +279,7 @@ def train(cfg: Config) -> None:
                     heartbeat=report.note,
                 )
             )
-            rows = valid_rows(cfg, trajectories)
+            rows, left = valid_rows(cfg, trajectories)
             clock.lap("time/rollout")
 
             # 3. advantages
@@ -300,7 +310,7 @@ def train(cfg: Config) -> None:
             metrics |= dist.merge_means(rollout_metrics(trajectories))
             metrics["live_frac"] = dist.total(len(live)) / dist.total(len(trajectories))
             metrics |= memory_mb()
-            metrics |= {"num_tokens": num_tokens, "policy_version": step + 1}
+            metrics |= {"num_tokens": num_tokens, "policy_version": step + 1, "left": left}
             report.log({"step": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
 
             # once in a while: evaluate and save
@@ -336,7 +346,7 @@ class Clock:
 if __name__ == "__main__":
     try:
         train(CONFIG)
-    except (ConfigError, DataError, EngineError) as e:
+    except (ConfigError, DataError, EngineError, RolloutError) as e:
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -20,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from config import Config
 from data import DataError, ImageRules, Sample
 from engine import EngineError
 from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics
 from tools import ToolBase, ToolError
 from toy import answer_text, call_text
+from train import RolloutError, valid_rows
 
 LIMITS = RolloutLimits(
     max_prompt_len=100,
@@ -486,6 +488,19 @@ def test_a_reward_that_fails_costs_its_trajectory(codec, reward, reason):
     (t,), _ = roll(codec, ["a"], sample(env=""), reward=reward)
     assert (t.finish_reason, t.why_invalid) == ("invalid", reason)
     assert t.reward_parts == {"score": None} and t.rewards == [0.0] * len(t.tokens)
+
+
+def test_trajectories_leave_the_batch_with_a_reason_or_stop_the_run(codec):
+    good, _ = roll(codec, ["a"] * 4, sample(env=""), group_size=4)
+    unknown, _ = roll(codec, ["a"] * 2, sample(env=""), group_size=2, reward=lambda t: {"score": None})
+    broken, _ = roll(codec, ["a"] * 2, sample(env=""), group_size=2, reward=lambda t: explode())
+    cfg = Config(prompts_per_step=2, group_size=4, max_invalid_frac=0.5)
+    rows, left = valid_rows(cfg, good + unknown + broken)
+    assert rows == good and left == {"no reward": 2, "reward: KeyError: 'boom'": 2}
+    assert rollout_metrics(good + unknown + broken)["reward/mean"][1] == 4
+    cfg = dataclasses.replace(cfg, max_invalid_frac=0.4)
+    with pytest.raises(RolloutError, match="4 of 8 trajectories left the batch: 2 x no reward; 2 x reward: KeyError"):
+        valid_rows(cfg, good + unknown + broken)
 
 
 def test_rewards_overlap(codec):
