@@ -86,7 +86,10 @@ def _logit_blocks(states, head, targets, temperature, banned, chunk):
     width = min(V, max(1, chunk // max(1, N)))
     logits, room = (states.new_empty(N * width, dtype=_softmax_dtype(states)) for _ in range(2))
     product = logits if logits.dtype == states.dtype else states.new_empty(N * width)
-    for start in range(0, V, width):
+    if banned is not None:  # sorted, and cut at the blocks' bounds
+        banned = banned.sort().values
+        cuts = torch.searchsorted(banned, torch.arange(0, V + width, width, device=banned.device)).tolist()
+    for i, start in enumerate(range(0, V, width)):
         n = min(width, V - start)
         z, raw = (x[: N * n].view(N, n) for x in (logits, product))
         torch.mm(states, head[start : start + n].T, out=raw)
@@ -95,7 +98,7 @@ def _logit_blocks(states, head, targets, temperature, banned, chunk):
         if temperature != 1:
             z.div_(temperature)
         if banned is not None:
-            z.index_fill_(1, banned[(banned >= start) & (banned < start + n)] - start, BANNED)
+            z.index_fill_(1, banned[cuts[i] : cuts[i + 1]] - start, BANNED)
         at = targets - start
         yield start, z, room[: N * n].view(N, n), (at >= 0) & (at < n), at.clamp(0, n - 1)[:, None]
 
@@ -108,7 +111,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     banned: Tensor | None = None,
-    chunk: int = 1 << 23,
+    chunk: int = 1 << 24,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs, entropy) of the sampled tokens, each `(B, L)`, float32, 0 where `mask` is 0; both carry gradients.
 
@@ -172,7 +175,7 @@ def grpo_advantages(scores: Tensor, group_ids: Tensor, *, norm_by_std: bool = Tr
 
 
 def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """Score minus the mean score of the group's others, `(N,)` (RLOO, arXiv:2402.14740, eq. 7).
+    """Score minus the mean score of the group's others, `(N,)` (RLOO, arXiv:2402.14740).
 
     >>> rloo_advantages(torch.tensor([3., 0., 0.]), torch.tensor([0, 0, 0])).tolist()
     [3.0, -1.5, -1.5]
@@ -181,7 +184,7 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def remax_advantages(scores: Tensor, baselines: Tensor) -> Tensor:
-    """Score minus that of the greedy trajectory of the same prompt, `(N,)` (ReMax, arXiv:2310.10505, algorithm 2)."""
+    """Score minus that of the greedy trajectory of the same prompt, `(N,)` (ReMax, arXiv:2310.10505)."""
     return (scores - baselines).nan_to_num(0.0)
 
 
@@ -277,7 +280,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str)
 def kl_penalized_rewards(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float, kind: str
 ) -> Tensor:
-    """Rewards minus coef x KL estimate on each sampled token (arXiv:1909.08593, eq. 2), 0 off the mask."""
+    """Rewards minus coef x KL estimate on each sampled token (arXiv:1909.08593, 2.2), 0 off the mask."""
     return torch.where(mask, rewards - coef * kl_estimate(logprobs, ref_logprobs, mask, kind), 0.0).detach()
 
 
@@ -341,8 +344,8 @@ def gspo_policy_loss(
     num_seqs: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss with the ratio of the whole trajectory, s = exp(mean over its sampled tokens of log ratio) (GSPO,
-    arXiv:2507.18071, eq. 7), in the token form sg(s) pi / sg(pi) (eq. 14): the value is s, the gradient flows by
-    tokens. Made for "seq-mean-token-mean"; the paper's bounds are 3e-4 and 4e-4, and it has no dual clip.
+    arXiv:2507.18071), in the form of its GSPO-token, sg(s) pi / sg(pi), where sg stops the gradient: the value is s,
+    the gradient flows by tokens. Made for "seq-mean-token-mean"; the paper's bounds are 3e-4 and 4e-4, and it has no dual clip.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     count = _trajectory_sum(torch.ones_like(log_ratio), mask, seq_ids, num_seqs)
@@ -364,11 +367,11 @@ def cispo_policy_loss(
     seq_ids: Tensor | None = None,
     num_seqs: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob (CISPO, MiniMax-M1, arXiv:2506.13585, eq. 4 and 5): a
+    """-sg(clip(ratio, 1 - clip_low, 1 + clip_high)) A logprob (CISPO, MiniMax-M1, arXiv:2506.13585): a
     clipped token keeps its gradient. The paper tunes the upper bound alone: `clip_low` >= 1 is no lower bound. It
     needs neither `clip_dual` nor `seq_ids`.
     """
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).clamp(-20.0, 20.0).exp().detach()
+    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp().detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -weight * torch.where(mask, advantages, 0.0) * torch.where(mask, logprobs, 0.0)
     metrics = {
@@ -409,7 +412,7 @@ def loss_weights(num_sampled: Tensor, how: str, *, num_tokens: int, num_seqs: in
     `num_tokens` and `num_seqs` count the whole optimizer step: all micro-batches of all ranks. With n the trajectory's
     own number of sampled tokens, the step's loss is the
 
-    token                1 / num_tokens                      mean over all tokens (DAPO, arXiv:2503.14476, eq. 8)
+    token                1 / num_tokens                      mean over all tokens (DAPO, arXiv:2503.14476)
     seq-mean-token-mean  1 / (num_seqs n)                    mean over trajectories of their means (GRPO, GSPO)
     seq-mean-token-sum   1 / num_seqs                        mean over trajectories of their sums
     dr-grpo              1 / (num_seqs max_response_len)     the same over a constant length (arXiv:2503.20783)
