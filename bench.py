@@ -24,7 +24,7 @@ from rich.table import Table
 
 PHASES = {
     "time/rollout": "rollout: engine, tools, images, rewards",
-    "time/pack": "micro-batches: pixels, positions, padding",
+    "time/pack": "micro-batches: balance, pixels, positions",
     "time/update": "forward, backward, optimizer",
     "time/push": "weights to the engine, caches reset",
     "time/probe": "parity check on a fixed prompt",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TOY
 
-from data import ImageRules, ParquetData, pad_rows
+from data import ImageRules, ParquetData, pack_rows
 from model import Policy, load_lm
 from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory
@@ -41,7 +41,7 @@ def trajectories(vllm_engine, codec, toy_data):
 
 
 def gaps(policy, codec, rows, temperature=1.0):
-    batch = pad_rows(rows, codec)
+    batch = pack_rows(rows, codec)
     with torch.no_grad():
         logprobs, _ = policy(batch, temperature)
     return (logprobs - batch.rollout_logprobs)[batch.response_mask].abs()
@@ -75,8 +75,8 @@ def test_parity_before_and_after_a_push(vllm_engine, codec, policy, trajectories
 
 
 def test_a_shifted_position_breaks_parity(codec, policy, trajectories):
-    batch = pad_rows(trajectories(), codec)
-    batch.position_ids[1] += (batch.input_ids == codec.image_token_id).long()
+    batch = pack_rows(trajectories(), codec)
+    batch.position_ids[2] += (batch.input_ids == codec.image_token_id).long()
     with torch.no_grad():
         logprobs, _ = policy(batch)
     assert (logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max() > 1e-3
