@@ -325,7 +325,7 @@ def train_model(name: str):
         num_key_value_heads=4,
         tie_word_embeddings=True,
     )
-    return Qwen2ForCausalLM(config), codec, 64, 48, 4096
+    return Qwen2ForCausalLM(config), codec, 64, 32, 4096
 
 
 # ---------------------------------------------------------------------------------------------------- a real engine

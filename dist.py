@@ -71,7 +71,7 @@ def exchange(outgoing: list[list]) -> list:
     messages = [b"" if rank == RANK else pickle.dumps(items) for rank, items in enumerate(outgoing)]
     sizes = gather([len(m) for m in messages])
     incoming = [s[RANK] for s in sizes]
-    sent = torch.tensor(bytearray(b"".join(messages)), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
     received = torch.empty(sum(incoming), dtype=torch.uint8)
     torch_dist.all_to_all_single(received, sent, incoming, sizes[RANK])
     parts = [outgoing[RANK] if r == RANK else pickle.loads(p.numpy()) for r, p in enumerate(received.split(incoming))]

@@ -107,9 +107,8 @@ class Policy(nn.Module):
         if batch.pixel_values is not None:
             features = self.lm.model.get_image_features(batch.pixel_values, batch.image_grid_thw)
             layers = [features.pooler_output, *getattr(features, "deepstack_features", [])]  # layer -> image -> (n, H)
-            unused = 0 * sum(
-                f.sum() for layer in layers for f in layer
-            )  # a blank image (data.add_blank_image) takes part
+            # A blank image (data.add_blank_image), which no token shows, takes part all the same.
+            unused = 0 * sum(f.sum() for layer in layers for f in layer)
             if len(batch.image_index):
                 shown = [tuple(layer[i] for i in batch.image_index.tolist()) for layer in layers]
                 features.pooler_output = shown[0]
