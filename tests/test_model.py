@@ -290,7 +290,7 @@ def test_observation_and_prompt_tokens_get_no_gradient_of_their_own(codec):
 
 @pytest.mark.slow
 def test_two_ranks_give_the_gradient_of_one(codec, tmp_path):
-    """Two gloo ranks, all images on one: rows change ranks; the gradient under FSDP2 is plain transformers' to 1e-5."""
+    """Two gloo ranks with unequal work: rows change ranks; the gradient under FSDP2 is plain transformers' to 1e-5."""
     script = os.path.join(ROOT, "tests", "two_ranks.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}

@@ -35,8 +35,8 @@ def check_exchange():
 
 
 def backward(learner, rows, num_tokens, spare):
-    """Gradient and norm after one pass over `rows`, which are all on rank 0; also what each micro-batch holds."""
-    batches = learner.microbatches(rows if dist.IS_MAIN else [], spare)
+    """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
+    batches = learner.microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare)
     for batch in batches:
         logprobs, _ = learner.policy(batch)
         loss, _ = clipped_policy_loss(
