@@ -2,12 +2,14 @@
 
 python bench.py step out/toy/log.jsonl     # where the seconds of a run's steps went
 python bench.py rollout --inflight 64      # trajectories per second: this loop against turn-lockstep and the limit
+python bench.py train                      # forward and backward: packed rows against padded ones
 python bench.py turns                      # tokens prefilled and images encoded over the least possible, 1 to 16 turns
 """
 
 import argparse
 import asyncio
 import collections
+import copy
 import dataclasses
 import itertools
 import json
@@ -28,7 +30,7 @@ from rich.table import Table
 
 PHASES = {
     "time/rollout": "rollout: engine, tools, images, rewards",
-    "time/pack": "micro-batches: pixels, positions, padding",
+    "time/pack": "micro-batches: balance, pixels, positions",
     "time/update": "forward, backward, optimizer",
     "time/push": "weights to the engine, caches reset",
     "time/probe": "parity check on a fixed prompt",
@@ -252,6 +254,158 @@ def bench_turns() -> dict:
     return result
 
 
+# ---------------------------------------------------------------------------------------------------- train
+@dataclasses.dataclass
+class Row:
+    """A made-up trajectory: text alone, the first third of it prompt."""
+
+    tokens: list[int]
+    response_mask: list[int]
+    views: list = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, length: int, rng: random.Random) -> "Row":
+        prompt = max(1, length // 3)
+        return cls([rng.randrange(90) for _ in range(length)], [0] * prompt + [1] * (length - prompt))
+
+
+def skewed_lengths(rng: random.Random, num: int, mean: int) -> list[int]:
+    """Most trajectories end after a turn, some go on: log-normal with variation 1.5, between mean / 8 and 16 x mean."""
+    return [min(16 * mean, max(mean // 8, round(lognormal(rng, mean, 1.5)))) for _ in range(num)]
+
+
+def padded_batches(rows: list[Row], max_tokens: int) -> list[list[Row]]:
+    """Rows in the order they come, as many to a batch as fit when all are padded to the longest of them."""
+    batches: list[list[Row]] = [[]]
+    for row in rows:
+        longest = max(len(r.tokens) for r in [*batches[-1], row])
+        if batches[-1] and (len(batches[-1]) + 1) * longest > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def bench_packing(models: list[str], repeats: int) -> dict:
+    """Forward and backward of the same rows and budget: packed, against one padded batch after the other."""
+    import torch
+
+    from data import make_microbatches, plan_microbatches
+    from losses import token_logprobs
+    from model import Policy, use_cpu_fast_paths
+
+    def backward(logprobs):
+        (-logprobs.sum()).backward()
+
+    def run_padded(lm, batches):
+        for rows in batches:
+            longest = max(len(r.tokens) for r in rows)
+            pad = lambda values: torch.tensor([v + [0] * (longest - len(v)) for v in values])  # noqa: E731, B023
+            ids, mask = pad([r.tokens for r in rows]), pad([[1] * len(r.tokens) for r in rows])
+            response = pad([r.response_mask for r in rows]).bool()
+            hidden = lm.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            backward(token_logprobs(hidden, ids, response, lm.get_output_embeddings().weight)[0])
+
+    def run_packed(lm, batches):
+        for batch in batches:
+            backward(Policy(lm, [])(batch)[0])
+
+    result, ratios = {}, {"skewed": [], "equal": []}
+    for name in models:
+        plain, codec, mean, num, max_tokens = train_model(name)
+        fast = copy.deepcopy(plain)
+        use_cpu_fast_paths(fast)
+        size = sum(p.numel() for p in plain.parameters()) / 1e6
+        rng = random.Random(0)
+        mixes = {"skewed": skewed_lengths(rng, num, mean), "equal": [2 * mean] * (num // 2)}
+        table = Table(
+            "lengths", "way", "tokens/s", "over padded", "computed tokens", title=f"forward and backward, {size:.0f} M"
+        )
+        for mix, lengths in mixes.items():
+            rows = [Row.of(n, rng) for n in lengths]
+            padded = padded_batches(rows, max_tokens)
+            plan = plan_microbatches(lengths, 1, max_tokens)[0]
+            packed = make_microbatches([[rows[i] for i in chunk] for chunk in plan], codec)
+            computed = sum(len(b) * max(len(r.tokens) for r in b) for b in padded)
+            ways = {
+                "padded": (run_padded, plain, padded, computed),
+                "packed": (run_packed, fast, packed, sum(lengths)),
+                "packed, transformers' dense mask": (run_packed, plain, packed, sum(lengths)),
+            }
+            seconds = {way: math.inf for way in ways}
+            for repeat in range(repeats):
+                for way, (run, lm, batches, _) in ways.items():
+                    if repeat and "dense" in way:  # slow, and only there to be seen
+                        continue
+                    begin = time.perf_counter()
+                    run(lm, batches)
+                    seconds[way] = min(seconds[way], time.perf_counter() - begin)
+            about = f"{mix}: {len(rows)} of {min(lengths)} to {max(lengths)}"
+            for way, (_, _, _, tokens) in ways.items():
+                ratio = seconds["padded"] / seconds[way]
+                table.add_row(about, way, f"{sum(lengths) / seconds[way]:.0f}", f"{ratio:.2f}", str(tokens))
+                about = ""
+            ratio = round(seconds["padded"] / seconds["packed"], 2)
+            ratios[mix].append(ratio)
+            result[f"packed_{mix}_{name}"] = ratio
+        Console().print(table)
+    return {"packed_skewed": min(ratios["skewed"]), "packed_equal": min(ratios["equal"]), **result}
+
+
+def bench_useful(max_tokens: int = 8192, mean: int = 128, per_rank: int = 128) -> dict:
+    """Tokens of trajectories over the tokens that all ranks have time for: the rest is a rank waiting for another one
+    with a larger micro-batch, or computing a stand-in for one that it has not. Nothing else is wasted: no padding."""
+    from data import plan_microbatches
+
+    table = Table(
+        "ranks", "useful", "unbalanced", "padded", title=f"useful tokens, {per_rank} skewed trajectories a rank"
+    )
+    worst, rng = 1.0, random.Random(0)
+    for ranks in (1, 2, 8, 64):
+        lengths = skewed_lengths(rng, ranks * per_rank, mean)
+
+        def share(plan, lengths=lengths, ranks=ranks):
+            loads = [[sum(lengths[i] for i in chunk) for chunk in chunks] for chunks in plan]
+            slots = itertools.zip_longest(*loads, fillvalue=0)
+            return sum(lengths) / (ranks * sum(max(slot) for slot in slots))
+
+        own = [range(r * per_rank, (r + 1) * per_rank) for r in range(ranks)]
+        apart = [plan_microbatches([lengths[i] for i in rows], 1, max_tokens)[0] for rows in own]
+        unbalanced = [[[rows[i] for i in chunk] for chunk in plan] for rows, plan in zip(own, apart, strict=True)]
+        rows = [Row([0] * n, []) for n in lengths]
+        padded = sum(len(b) * max(len(r.tokens) for r in b) for b in padded_batches(rows, max_tokens))
+        useful = share(plan_microbatches(lengths, ranks, max_tokens))
+        table.add_row(str(ranks), f"{useful:.1%}", f"{share(unbalanced):.1%}", f"{sum(lengths) / padded:.1%}")
+        worst = min(worst, useful)
+    Console().print(table)
+    return {"useful": round(worst, 3)}
+
+
+def train_model(name: str):
+    """(model, codec, mean length, rows, micro-batch tokens) of the toy or of a text model of 50 M random parameters."""
+    import torch
+    from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
+
+    from data import Codec
+
+    toy_base = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base")
+    codec = Codec(toy_base)
+    if name == "tiny":
+        return AutoModelForImageTextToText.from_pretrained(toy_base, dtype=torch.float32), codec, 128, 64, 8192
+    codec.has_vision = False
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=16384,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=13,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    return Qwen2ForCausalLM(config), codec, 64, 32, 4096
+
+
+# ---------------------------------------------------------------------------------------------------- a real engine
 def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int = 0, fresh_crops: bool = False):
     """(engine, rollout, samples): a real vLLM on the toy's model with a longer context, that samples as many tokens as
     `lengths[trajectory][turn]` says, and a tool that waits and answers with a crop (`fresh_crops`: another one each
@@ -341,11 +495,16 @@ def main() -> None:
     one.add_argument("--trajectories", type=int, default=128)
     one.add_argument("--serial", type=int, default=1, help="0 leaves the slow lockstep with serial tools out")
     commands.add_parser("turns", help="prefilled tokens over the least possible")
+    two = commands.add_parser("train", help="forward and backward, packed against padded")
+    two.add_argument("--models", nargs="+", default=["tiny", "50m"], choices=["tiny", "50m"])
+    two.add_argument("--repeats", type=int, default=3, help="the best of so many, one after the other in turn")
     args = parser.parse_args()
     if args.command == "step":
         result = step(args.log)
     elif args.command == "rollout":
         result = bench_rollout(args.inflight, args.trajectories, bool(args.serial))
+    elif args.command == "train":
+        result = bench_packing(args.models, args.repeats) | bench_useful()
     else:
         result = bench_turns()
     print(json.dumps(result))

@@ -80,7 +80,7 @@ class Config:
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0 = no clipping
-    microbatch_tokens: int = 16384  # padded tokens per backward on one rank
+    microbatch_tokens: int = 16384  # tokens per backward on one rank; a longer trajectory is alone
     freeze_vision: bool = False  # the vision tower keeps its weights
     gradient_checkpointing: bool = False
     dtype: str = "bfloat16"  # compute; master weights are always float32

@@ -6,6 +6,7 @@ micro-batches are built, once per distinct image.
 """
 
 import hashlib
+import heapq
 import io
 import json
 import math
@@ -14,7 +15,7 @@ import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -344,82 +345,141 @@ class Codec:
 
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
+# What a row may say about each of its tokens, as a list of floats; None or no such attribute = not known.
+TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "weights")
+
+
 @dataclass
 class MicroBatch:
-    """Padded rows of whole trajectories. Everything per token is aligned with `input_ids`: entry t speaks about token t.
+    """Whole trajectories one behind the other in a single row, without padding. Entry t speaks about token t.
 
+        input_ids      | trajectory 0 .... | trajectory 1 .. | trajectory 2 |
+        text position  | 0 1 2 3 4 5 6 7 8 | 0 1 2 3 4 5 6 7 | 0 1 2 3 4 5  |
+        seq_ids        | 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 | 2 2 2 2 2 2  |
+        cu_seqlens     0                   9                17             23
+
+    Attention stays within a trajectory and positions restart, so that each gets the logits that it would get alone.
     `pixel_values` hold each distinct image once; `image_index[k]` says which of them the k-th image slot shows.
     """
 
-    input_ids: torch.Tensor  # (B, L)
-    attention_mask: torch.Tensor  # (B, L)
-    position_ids: torch.Tensor  # (3, B, L)
-    response_mask: torch.Tensor  # (B, L) bool
-    advantages: torch.Tensor  # (B, L)
-    rollout_logprobs: torch.Tensor  # (B, L)
+    rows: list  # the trajectories, in this order
+    input_ids: torch.Tensor  # (1, T)
+    position_ids: torch.Tensor  # (4, 1, T): text position, M-RoPE's time, height, width; (1, T) for text-only models
+    cu_seqlens: torch.Tensor  # (trajectories + 1,) int32
+    seq_ids: torch.Tensor  # (1, T)
+    response_mask: torch.Tensor  # (1, T) bool
+    rollout_logprobs: torch.Tensor | None = None  # (1, T), as the six below
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
     pixel_values: torch.Tensor | None = None  # (patches, dim)
     image_grid_thw: torch.Tensor | None = None  # (distinct images, 3)
     image_index: torch.Tensor | None = None  # (image slots,)
 
+    @property
+    def lengths(self) -> list[int]:
+        return [len(r.tokens) for r in self.rows]
+
+    def read(self, name: str) -> None:
+        """Takes one of TOKEN_FIELDS from the rows; None if no row has it."""
+        lists = [getattr(r, name, None) for r in self.rows]
+        missing = sum(values is None for values in lists)
+        if missing == len(lists):
+            setattr(self, name, None)
+            return
+        if missing:
+            raise ValueError(f"{missing} of {len(lists)} trajectories have no {name}")
+        if [len(values) for values in lists] != self.lengths:
+            raise ValueError(f"{name} does not have one entry per token")
+        flat = torch.tensor([v for values in lists for v in values], dtype=torch.float32)
+        setattr(self, name, flat[None].to(self.input_ids.device))
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Keeps one of TOKEN_FIELDS that was computed here, (1, T), and gives every row its part as a list."""
+        values = values.detach()
+        setattr(self, name, values)
+        for row, part in zip(self.rows, values[0].split(self.lengths), strict=True):
+            setattr(row, name, part.tolist())
+
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(**{k: v if v is None else v.to(device) for k, v in vars(self).items()})
+        return replace(self, **{k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
+
+
+def plan_microbatches(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """plan[rank][k] are the numbers of the rows in a rank's k-th micro-batch; every rank has as many of them.
+
+    Longest first into the emptiest micro-batch of all ranks; where that exceeds `max_tokens`, once more with one more
+    micro-batch per rank. So they are few and equally full, and the k-th ones, for which the ranks wait on one another,
+    are neighbours in size. A row longer than `max_tokens` is alone. With fewer rows than micro-batches some are empty.
+
+    >>> plan_microbatches([2, 9, 5, 4, 1], num_ranks=2, max_tokens=12)
+    [[[1, 0]], [[2, 3, 4]]]
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    per_rank = -(-sum(min(n, max_tokens) for n in lengths) // (num_ranks * max_tokens))
+    while (chunks := _fill(lengths, longest_first, per_rank * num_ranks, max_tokens)) is None:
+        per_rank += 1
+    chunks.sort(key=lambda chunk: -sum(lengths[i] for i in chunk))
+    return [chunks[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def _fill(lengths: list[int], order: list[int], num: int, max_tokens: int) -> list[list[int]] | None:
+    """The rows in `order`, each into the emptiest of `num` chunks; None if one does not fit."""
+    chunks: list[list[int]] = [[] for _ in range(num)]
+    emptiest = [(0, c) for c in range(num)]  # heap of (tokens, chunk)
+    for i in order:
+        tokens, c = emptiest[0]
+        if tokens and tokens + lengths[i] > max_tokens:
+            return None
+        chunks[c].append(i)
+        heapq.heapreplace(emptiest, (tokens + lengths[i], c))
+    return chunks
+
+
+def pack_rows(rows: list, codec: Codec) -> MicroBatch:
+    """Rows (with `tokens`, `response_mask`, `views` and any of TOKEN_FIELDS) -> one micro-batch, in the given order."""
+    positions, slots = [], [v for r in rows for v in r.views]
+    for r in rows:
+        if r.response_mask[0]:  # in a packed row the trajectory before it would
+            raise ValueError("the first token of a trajectory cannot be a response token: nothing predicts it")
+        text = torch.arange(len(r.tokens))[None]  # (1, n); transformers finds the segments by its restarts
+        if codec.has_vision:
+            grids = torch.tensor([codec.grid(v.image.size) for v in r.views]).view(-1, 3)
+            rope = rope_positions(
+                torch.tensor(r.tokens), grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size
+            )
+            positions.append(torch.cat([text, rope])[:, None])  # (4, 1, n)
+        else:
+            positions.append(text)
+    lengths = torch.tensor([len(r.tokens) for r in rows])
+    batch = MicroBatch(
+        rows=rows,
+        input_ids=torch.tensor([[t for r in rows for t in r.tokens]]),
+        position_ids=torch.cat(positions, -1),
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int(),
+        seq_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths)[None],
+        response_mask=torch.tensor([[m for r in rows for m in r.response_mask]], dtype=torch.bool),
+    )
+    for name in TOKEN_FIELDS:
+        batch.read(name)
+    if slots:
+        # Equal sizes side by side: attention within images runs as one batch per run of them.
+        distinct = sorted({v.uuid: v for v in slots}.values(), key=lambda v: v.image.size)
+        number = {v.uuid: k for k, v in enumerate(distinct)}
+        batch.pixel_values, batch.image_grid_thw = codec.pixel_values([v.image for v in distinct])
+        batch.image_index = torch.tensor([number[v.uuid] for v in slots])
+    return batch
 
 
 _PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
 
 
-def make_microbatches(rows: list, codec: Codec, max_tokens: int) -> list[MicroBatch]:
-    """Trajectories (with `tokens`, `response_mask`, `rollout_logprobs`, `advantages`, `views`) -> micro-batches.
-
-    Rows of similar length go together; a micro-batch holds at most `max_tokens` tokens, padding counted, or one row.
-    How rows are laid out is this function's own business: the loss is a sum over response tokens.
-    """
-    chunks: list[list] = []
-    for row in sorted(rows, key=lambda r: -len(r.tokens)):
-        longest = len(chunks[-1][0].tokens) if chunks else 0
-        # A row under three quarters of the longest would be more than a quarter padding: it starts a micro-batch.
-        if 4 * len(row.tokens) < 3 * longest or not chunks or (len(chunks[-1]) + 1) * longest > max_tokens:
-            chunks.append([])
-        chunks[-1].append(row)
-    return list(_PIXEL_THREADS.map(lambda c: pad_rows(c, codec), chunks))
-
-
-def pad_rows(rows: list, codec: Codec) -> MicroBatch:
-    B, L = len(rows), max(len(r.tokens) for r in rows)
-    batch = MicroBatch(
-        input_ids=torch.zeros(B, L, dtype=torch.long),
-        attention_mask=torch.zeros(B, L, dtype=torch.long),
-        position_ids=torch.zeros(3, B, L, dtype=torch.long),
-        response_mask=torch.zeros(B, L, dtype=torch.bool),
-        advantages=torch.zeros(B, L),
-        rollout_logprobs=torch.zeros(B, L),
-    )
-    distinct: dict[str, int] = {}
-    images, index = [], []
-    for b, r in enumerate(rows):
-        n = len(r.tokens)
-        tokens = torch.tensor(r.tokens)
-        batch.input_ids[b, :n] = tokens
-        batch.attention_mask[b, :n] = 1
-        batch.response_mask[b, :n] = torch.tensor(r.response_mask, dtype=torch.bool)
-        batch.advantages[b, :n] = torch.as_tensor(r.advantages, dtype=torch.float32)
-        batch.rollout_logprobs[b, :n] = torch.tensor(r.rollout_logprobs)
-        if codec.has_vision:
-            grids = torch.tensor([codec.grid(v.image.size) for v in r.views]).view(-1, 3)
-            batch.position_ids[:, b, :n] = rope_positions(
-                tokens, grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size
-            )
-        else:
-            batch.position_ids[:, b, :n] = torch.arange(n)
-        for v in r.views:
-            if v.uuid not in distinct:
-                distinct[v.uuid] = len(images)
-                images.append(v.image)
-            index.append(distinct[v.uuid])
-    if images:
-        batch.pixel_values, batch.image_grid_thw = codec.pixel_values(images)
-        batch.image_index = torch.tensor(index)
-    return batch
+def make_microbatches(chunks: list[list], codec: Codec) -> list[MicroBatch]:
+    """One micro-batch per chunk of rows. How rows are laid out changes no gradient: the loss is a sum over tokens."""
+    return list(_PIXEL_THREADS.map(lambda rows: pack_rows(rows, codec), chunks))
 
 
 def add_blank_image(batch: MicroBatch, codec: Codec) -> None:

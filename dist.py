@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import pickle
 
 import torch
 import torch.distributed as torch_dist
@@ -57,6 +58,24 @@ def gather(value) -> list:
     values = [None] * WORLD_SIZE
     torch_dist.all_gather_object(values, value)
     return values
+
+
+def exchange(outgoing: list[list]) -> list:
+    """`outgoing[r]` goes to rank r; returns what all ranks had for this one, in rank order. Anything that pickles.
+
+    What shares an object within one message (the images of a group) still shares it after it. What a rank keeps for
+    itself is not copied.
+    """
+    if WORLD_SIZE == 1:
+        return outgoing[0]
+    messages = [b"" if rank == RANK else pickle.dumps(items) for rank, items in enumerate(outgoing)]
+    sizes = gather([len(m) for m in messages])
+    incoming = [s[RANK] for s in sizes]
+    sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+    received = torch.empty(sum(incoming), dtype=torch.uint8)
+    torch_dist.all_to_all_single(received, sent, incoming, sizes[RANK])
+    parts = [outgoing[RANK] if r == RANK else pickle.loads(p.numpy()) for r, p in enumerate(received.split(incoming))]
+    return [item for part in parts for item in part]
 
 
 def total(value: float) -> float:

@@ -1,5 +1,6 @@
 """The policy under accelerate: forward to log-probabilities, the stream of weights for the engine, loading and saving."""
 
+import itertools
 import os
 import shutil
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from data import DataError, MicroBatch
@@ -21,26 +23,41 @@ transformers_logging.disable_progress_bar()  # one bar per loaded or saved folde
 
 
 # ---------------------------------------------------------------------------------------------------- CPU fast paths
-def _varlen_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, **_):
-    """Attention within segments of one long row, (1, H, T, D) -> (1, T, H, D): equal segments run as one batch.
+def _varlen_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    is_causal=None,
+    sliding_window=None,
+    cu_seq_lens_q=None,
+    **_,
+):
+    """Attention within the segments of one packed row, (1, H, T, D) -> (1, T, H, D): images, or trajectories.
 
-    transformers calls sdpa once per image; a step of the toy has hundreds of images of few sizes.
+    Costs the sum of the squared lengths; sdpa with transformers' mask costs T x T, and is called once per image. A run
+    of neighbours of equal length is one batch.
     """
-    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
-    starts = cu_seq_lens_q.tolist()
-    out = torch.empty_like(query)
-    for n in sorted(set(lengths)):
-        if len(set(lengths)) == 1:
-            at = slice(None)
-        else:
-            at = torch.cat([torch.arange(s, s + n) for s, k in zip(starts, lengths, strict=False) if k == n])
-        q, k, v = (x[0, :, at].unflatten(1, (-1, n)).transpose(0, 1) for x in (query, key, value))  # (S, H, n, D)
-        o = F.scaled_dot_product_attention(q, k, v, scale=scaling)
-        out[0, :, at] = o.transpose(0, 1).flatten(1, 2)
-    return out.transpose(1, 2), None
+    if cu_seq_lens_q is None or sliding_window is not None:
+        raise NotImplementedError("the packed attention needs segment bounds (see Policy.hidden) and no sliding window")
+    lengths = cu_seq_lens_q.diff().tolist()
+    runs = [(n, len(list(same)) * n) for n, same in itertools.groupby(lengths)]  # (length of each, tokens of all)
+    pieces = zip(*(x.split([total for _, total in runs], 2) for x in (query, key, value)), strict=True)
+    out = []
+    for (n, _), qkv in zip(runs, pieces, strict=True):
+        q, k, v = (x[0].unflatten(1, (-1, n)).transpose(0, 1) for x in qkv)  # (segments, H, n, D)
+        causal = module.is_causal if is_causal is None else is_causal
+        gqa = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=causal, enable_gqa=gqa)
+        out.append(o.transpose(1, 2).flatten(0, 1))  # (tokens, H, D)
+    return torch.cat(out)[None], None
 
 
-# transformers hands segment bounds to attention functions whose name contains "flash", and to no other.
+# One function under two names: vision towers hand the bounds of images to functions whose name contains "flash", and to
+# no other; for a whole model such a name stands for a package to be imported.
+AttentionInterface.register("cpu_varlen", _varlen_attention)
 AttentionInterface.register("cpu_flash_varlen", _varlen_attention)
 
 
@@ -52,17 +69,19 @@ def _linear_patch_embed(patch_embed: nn.Module) -> None:
 
 def use_cpu_fast_paths(lm: nn.Module) -> None:
     """Same mathematics, faster without a GPU (tests/test_model.py compares)."""
+    parts = {"": "cpu_varlen", "text_config": "cpu_varlen", "vision_config": "cpu_flash_varlen"}
+    lm.set_attn_implementation(parts)
     if hasattr(lm.config, "vision_config"):
-        lm.set_attn_implementation({"vision_config": "cpu_flash_varlen"})
         _linear_patch_embed(lm.model.visual.patch_embed)
 
 
 def load_lm(folder: str, dtype: torch.dtype) -> nn.Module:
     """The model of a Hugging Face folder, ready to train; on a machine without a GPU with the fast paths above."""
+    attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     try:
         config = AutoConfig.from_pretrained(folder)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        lm = auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        lm = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError) as e:
         raise DataError(f"model folder {folder!r}: {str(e).splitlines()[0]}") from None
     if not torch.cuda.is_available():
@@ -83,26 +102,37 @@ class Policy(nn.Module):
         self.register_buffer("banned", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """Last hidden states, (B, L, H). Each distinct image passes the vision tower once."""
+        """Last hidden states, (1, T, H). Each distinct image passes the vision tower once."""
         images, unused = {}, 0.0
         if batch.pixel_values is not None:
             features = self.lm.model.get_image_features(batch.pixel_values, batch.image_grid_thw)
-            per_image = features.pooler_output
-            unused = 0 * sum(f.sum() for f in per_image)  # a blank image (data.add_blank_image) still takes part
+            layers = [features.pooler_output, *getattr(features, "deepstack_features", [])]  # layer -> image -> (n, H)
+            # A blank image (data.add_blank_image), which no token shows, takes part all the same.
+            unused = 0 * sum(f.sum() for layer in layers for f in layer)
             if len(batch.image_index):
-                features.pooler_output = tuple(per_image[i] for i in batch.image_index.tolist())
+                shown = [tuple(layer[i] for i in batch.image_index.tolist()) for layer in layers]
+                features.pooler_output = shown[0]
+                if len(shown) > 1:  # Qwen3-VL
+                    features.deepstack_features = shown[1:]
                 images["mm_encoder_outputs"] = {"image": features}
+        # The segments are told twice: by bounds, for our attention on CPU and for flash attention, and by positions that
+        # restart, from which transformers makes a mask for sdpa. It does so only without a mask and without a cache.
+        longest = max(batch.lengths)
         hidden = self.lm.model(
             input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
+            attention_mask=None,
             use_cache=False,
+            cu_seq_lens_q=batch.cu_seqlens,
+            cu_seq_lens_k=batch.cu_seqlens,
+            max_length_q=longest,
+            max_length_k=longest,
             **images,
         ).last_hidden_state
         return hidden + unused
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropy), each (B, L), aligned with the tokens; see `losses.token_logprobs`."""
+        """(logprobs, entropy), each (1, T), aligned with the tokens; see `losses.token_logprobs`."""
         head = self.lm.get_output_embeddings().weight
         return token_logprobs(
             self.hidden(batch), batch.input_ids, batch.response_mask, head, temperature=temperature, banned=self.banned

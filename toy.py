@@ -31,7 +31,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from data import Codec, ImageRules, MicroBatch, View, pad_rows, write_parquet
+from data import Codec, ImageRules, MicroBatch, View, pack_rows, write_parquet
 from losses import token_logprobs
 from model import Policy, load_lm
 from tools import TOOL_TURN
@@ -293,12 +293,6 @@ class Trace:
     views: list[View]
     labels: list[dict[int, float] | None]
 
-    @property
-    def advantages(self) -> list[float]:
-        return [0.0] * len(self.tokens)
-
-    rollout_logprobs = advantages
-
 
 def view_box(scene: dict) -> tuple[float, ...]:
     """The frame's box in view pixels."""
@@ -487,7 +481,7 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
                 traces.append(
                     make.read(noisy) if u < 0.3 else make.zoom(noisy) if rng.random() < 0.3 else make.direct()
                 )
-        batch = pad_rows(traces, codec)
+        batch = pack_rows(traces, codec)
         hidden = policy.hidden(batch)
         head = policy.lm.get_output_embeddings().weight
         logprobs, _ = token_logprobs(hidden, batch.input_ids, batch.response_mask, head)
@@ -501,7 +495,7 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
         (sum(parts) + (1.0 if first else 0.3) * labels).backward()
         if first and done < 0.5:
             pages = [make.page() for _ in range(16)]
-            batch = pad_rows(pages, codec)
+            batch = pack_rows(pages, codec)
             label_loss(policy, policy.hidden(batch), batch, pages, ids["~"]).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         flat_patch.grad = patch.grad.flatten(1)

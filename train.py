@@ -35,7 +35,16 @@ CORES = max(1, (os.cpu_count() or 1) // dist.LOCAL_WORLD_SIZE)
 
 import torch
 
-from data import Codec, DataError, ImageRules, ParquetData, add_blank_image, make_microbatches, pad_rows
+from data import (
+    Codec,
+    DataError,
+    ImageRules,
+    ParquetData,
+    add_blank_image,
+    make_microbatches,
+    pack_rows,
+    plan_microbatches,
+)
 from engine import EngineError, VLLMEngine
 from losses import clipped_policy_loss, grpo_advantages
 from model import Policy, clip_grad_norm, load_lm, prepare, save_hf
@@ -96,11 +105,17 @@ class Learner:
         )
 
     def microbatches(self, rows: list[Trajectory], spare: Trajectory) -> list:
-        """This rank's micro-batches, as many as on every other rank; `spare`, without a response token, fills in."""
-        batches = make_microbatches(rows, self.codec, self.cfg.microbatch_tokens)
-        most = int(dist.largest(len(batches)))
-        while len(batches) < most:
-            batches.append(pad_rows([spare], self.codec))
+        """This rank's micro-batches, as many as on every other rank and about as full: rows move between ranks.
+
+        `spare`, without a response token, stands in where a rank has nothing to do.
+        """
+        lengths = dist.gather([len(t.tokens) for t in rows])
+        plan = plan_microbatches([n for own in lengths for n in own], dist.WORLD_SIZE, self.cfg.microbatch_tokens)
+        own = dict(enumerate(rows, start=sum(map(len, lengths[: dist.RANK]))))  # number among the rows of all ranks
+        outgoing = [[(i, own[i]) for chunk in chunks for i in chunk if i in own] for chunks in plan]
+        mine = dict(dist.exchange(outgoing))
+        chunks = [[mine[i] for i in chunk] or [spare] for chunk in plan[dist.RANK]]
+        batches = make_microbatches(chunks, self.codec)
         if dist.largest(any(b.pixel_values is not None for b in batches)):
             for b in batches:
                 add_blank_image(b, self.codec)
@@ -125,10 +140,10 @@ class Learner:
                 clip_dual=cfg.clip_dual,
             )
             # FSDP averages gradients over ranks; the loss is a sum over ranks.
-            self.accelerator.backward(loss * dist.WORLD_SIZE / num_tokens)
+            self.accelerator.backward(loss.sum() * dist.WORLD_SIZE / num_tokens)
             gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
             worst = max(worst, float(gap.max()))
-            metrics |= {"loss": loss.detach(), "entropy": entropy.sum(), "mismatch/mean": gap.sum()}
+            metrics |= {"loss": loss.sum().detach(), "entropy": entropy.sum().detach(), "mismatch/mean": gap.sum()}
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         grad_norm = clip_grad_norm(self.policy, cfg.max_grad_norm)
@@ -153,7 +168,7 @@ class Learner:
         t = Trajectory.start(prompt, 0)
         g = engine.run(engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0))
         t.append_sampled(g.ids, g.logprobs, g.version)
-        batch = pad_rows([t], self.codec).to(self.accelerator.device)
+        batch = pack_rows([t], self.codec).to(self.accelerator.device)
         logprobs, _ = self.policy(batch, self.cfg.temperature)
         error = dist.largest(float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()))
         if error > 1e-3 and self.cfg.dtype == self.cfg.engine_dtype == "float32":

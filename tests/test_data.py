@@ -19,8 +19,9 @@ from data import (
     View,
     decode_image,
     make_microbatches,
-    pad_rows,
+    pack_rows,
     parse_row,
+    plan_microbatches,
     write_parquet,
 )
 
@@ -171,37 +172,98 @@ class Row:
         self.advantages = [2.0 * m for m in self.response_mask]
 
 
-def test_microbatches_hold_every_row_once_and_each_image_once(codec):
-    view_a = View.of(Image.new("RGB", (56, 56), (9, 9, 9)))
-    view_b = View.of(Image.new("RGB", (84, 28), (200, 9, 9)))
-    rows = [Row(codec, [1, *codec.image_ids()], [view_a], [k, k]) for k in range(5)]
-    rows += [
-        Row(codec, [1, *codec.image_ids(), *codec.image_ids()], [view_b, view_a], [7] * 20),
-        Row(codec, [4, 5], [], [6]),
-    ]
-    batches = make_microbatches(rows, codec, max_tokens=40)
-    # Longest first: the row of 32 tokens alone, four of the nine-token rows in 36 tokens, the fifth, the row of three.
-    assert [tuple(b.input_ids.shape) for b in batches] == [(1, 32), (4, 9), (1, 9), (1, 3)]
-    long, group, _, text_only = batches
-    assert long.image_index.tolist() == [0, 1] and long.image_grid_thw.tolist() == [[1, 2, 6], [1, 4, 4]]
-    assert group.image_index.tolist() == [0, 0, 0, 0], "four rows show one picture: it is held once"
-    assert len(group.image_grid_thw) == 1 and len(group.pixel_values) == 16
-    assert text_only.pixel_values is None and text_only.position_ids[:, 0].tolist() == [[0, 1, 2]] * 3
-    assert sum(int(b.response_mask.sum()) for b in batches) == 5 * 2 + 20 + 1
-    for b in batches:
-        assert (b.advantages == 2.0 * b.response_mask).all() and (b.rollout_logprobs == -0.5 * b.response_mask).all()
-
-
-def test_padding(codec):
+def test_the_layout_of_a_packed_row(codec):
+    """Typed out: an image of 2 x 3 tokens, one of 2 x 2 that two trajectories show, and a trajectory without any."""
+    wide, square = View.of(Image.new("RGB", (84, 56), (9, 9, 9))), View.of(Image.new("RGB", (56, 56), (200, 9, 9)))
+    start, pad, end = codec.image_ids()
     rows = [
-        Row(codec, [1, *codec.image_ids()], [View.of(Image.new("RGB", (56, 56)))], [3, 3]),
+        Row(codec, [1, *codec.image_ids(), *codec.image_ids()], [wide, square], [7, 7]),
         Row(codec, [4, 5], [], [6]),
+        Row(codec, [*codec.image_ids()], [square], [3]),
     ]
-    batch = pad_rows(rows, codec)
-    assert batch.input_ids[1].tolist() == [4, 5, 6, 0, 0, 0, 0, 0, 0]
-    assert batch.attention_mask[1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
-    assert batch.response_mask[1].tolist() == [False, False, True] + [False] * 6
-    assert batch.position_ids[:, 1, :3].tolist() == [[0, 1, 2]] * 3 and batch.image_index.tolist() == [0]
+    batch = pack_rows(rows, codec)
+    assert batch.rows is rows and batch.lengths == [17, 3, 7]
+    assert batch.input_ids.tolist() == [
+        [1, start, *[pad] * 6, end, start, *[pad] * 4, end, 7, 7] + [4, 5, 6] + [start, *[pad] * 4, end, 3]
+    ]
+    assert batch.position_ids[:, 0].tolist() == [
+        [*range(17), 0, 1, 2, *range(7)],
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 7, 7, 7, 9, 10, 11] + [0, 1, 2] + [0, 1, 1, 1, 1, 3, 4],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 7, 8, 8, 9, 10, 11] + [0, 1, 2] + [0, 1, 1, 2, 2, 3, 4],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 7, 8, 9, 10, 11] + [0, 1, 2] + [0, 1, 2, 1, 2, 3, 4],
+    ]
+    assert batch.cu_seqlens.tolist() == [0, 17, 20, 27] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.seq_ids.tolist() == [[0] * 17 + [1] * 3 + [2] * 7]
+    assert batch.response_mask.int().tolist() == [[0] * 15 + [1, 1] + [0, 0, 1] + [0] * 6 + [1]]
+    assert batch.advantages.tolist() == [[0] * 15 + [2, 2] + [0, 0, 2] + [0] * 6 + [2]]
+    assert batch.rollout_logprobs.tolist() == [[0] * 15 + [-0.5] * 2 + [0, 0, -0.5] + [0] * 6 + [-0.5]]
+    assert batch.values is None, "no row has any"
+    assert batch.image_grid_thw.tolist() == [[1, 4, 4], [1, 4, 6]], "each picture once"
+    assert batch.image_index.tolist() == [1, 0, 0] and len(batch.pixel_values) == 16 + 24
+    assert pack_rows(rows[1:2], codec).pixel_values is None
+
+
+def test_a_text_only_model_gets_one_row_of_positions(codec):
+    text_codec = Codec.__new__(Codec)
+    text_codec.has_vision = False
+    batch = pack_rows([Row(codec, [4, 5], [], [6]), Row(codec, [4], [], [6])], text_codec)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_results_go_back_to_their_rows(codec):
+    rows = [Row(codec, [4, 5], [], [6]), Row(codec, [4], [], [6])]
+    batch = make_microbatches([rows[::-1]], codec)[0]
+    batch.write("values", torch.arange(5.0)[None].requires_grad_())
+    assert rows[1].values == [0, 1] and rows[0].values == [2, 3, 4]
+    assert not batch.values.requires_grad
+    rows[0].values[0] = 9.0
+    batch.read("values")
+    assert batch.values.tolist() == [[0, 1, 9, 3, 4]]
+    moved = batch.to(torch.device("cpu"))
+    assert moved.rows is batch.rows and moved.values.tolist() == batch.values.tolist()
+    rows[0].values = [1.0]
+    with pytest.raises(ValueError, match="values does not have one entry per token"):
+        batch.read("values")
+    rows[0].values = None
+    with pytest.raises(ValueError, match="1 of 2 trajectories have no values"):
+        pack_rows(rows, codec)
+
+
+def test_a_first_token_is_never_a_response(codec):
+    """In a packed row it would be scored by the trajectory before it."""
+    bad = Row(codec, [4], [], [6])
+    bad.response_mask[0] = 1
+    with pytest.raises(ValueError, match="nothing predicts it"):
+        pack_rows([Row(codec, [4], [], [6]), bad], codec)
+
+
+def test_plan_typed_out():
+    # 26 tokens need two of 20: 8 | 6, 5 beside 6, 4 beside 8, 3 beside 11. In two of 13 the 3 finds no room: three.
+    assert plan_microbatches([8, 6, 5, 4, 3], num_ranks=1, max_tokens=20) == [[[1, 2, 4], [0, 3]]]
+    assert plan_microbatches([8, 6, 5, 4, 3], num_ranks=1, max_tokens=13) == [[[1, 4], [2, 3], [0]]]
+    # On two ranks that makes four, dealt out by size: 8 and 4 + 3 run together, then 6 and 5.
+    assert plan_microbatches([8, 6, 5, 4, 3], num_ranks=2, max_tokens=13) == [[[0], [1]], [[3, 4], [2]]]
+    assert plan_microbatches([30, 1, 2], num_ranks=1, max_tokens=10) == [[[0], [2, 1]]], "a longer row is alone"
+    assert plan_microbatches([5], num_ranks=2, max_tokens=10) == [[[0]], [[]]], "nothing is left for the second rank"
+    assert plan_microbatches([], num_ranks=2, max_tokens=10) == [[], []]
+    assert plan_microbatches([4, 4, 4], num_ranks=1, max_tokens=4) == [[[0], [1], [2]]]
+
+
+def test_plan_on_random_lengths():
+    """Every row once, no micro-batch too large, ranks alike, and little of the time is spent waiting for a larger one."""
+    rng, waits = np.random.default_rng(0), []
+    for _ in range(200):
+        ranks, n = int(rng.integers(1, 9)), int(rng.integers(1, 300))
+        lengths = rng.lognormal(6, rng.uniform(0, 1.5), n).astype(int).clip(1, 20_000).tolist()
+        plan = plan_microbatches(lengths, ranks, 16_384)
+        assert sorted(i for chunks in plan for chunk in chunks for i in chunk) == list(range(n))
+        assert len({len(chunks) for chunks in plan}) == 1
+        loads = np.array([[sum(lengths[i] for i in chunk) for chunk in chunks] for chunks in plan])
+        for load, chunk in zip(loads.ravel(), (c for chunks in plan for c in chunks), strict=True):
+            assert load <= 16_384 or len(chunk) == 1
+        if n >= 20 * ranks and max(lengths) < 16_384:
+            waits.append(1 - loads.sum() / (loads.max(0).sum() * ranks))
+    assert len(waits) > 50 and np.mean(waits) < 0.01, np.mean(waits)
 
 
 def test_equal_pixels_equal_uuid():

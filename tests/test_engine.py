@@ -13,7 +13,7 @@ from conftest import TOY
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from data import ImageRules, ParquetData, Sample, pad_rows
+from data import ImageRules, ParquetData, Sample, pack_rows
 from engine import EngineError
 from model import Policy, load_lm
 from reward import toy_zoom
@@ -50,7 +50,7 @@ def trajectories(vllm_engine, codec, toy_data):
 
 
 def gaps(policy, codec, rows, temperature=1.0):
-    batch = pad_rows(rows, codec)
+    batch = pack_rows(rows, codec)
     with torch.no_grad():
         logprobs, _ = policy(batch, temperature)
     return (logprobs - batch.rollout_logprobs)[batch.response_mask].abs()
@@ -222,8 +222,8 @@ def test_an_engine_that_stands_still_is_told(vllm_engine, codec, monkeypatch):
 
 
 def test_a_shifted_position_breaks_parity(codec, policy, trajectories):
-    batch = pad_rows(trajectories(), codec)
-    batch.position_ids[1] += (batch.input_ids == codec.image_token_id).long()
+    batch = pack_rows(trajectories(), codec)
+    batch.position_ids[2] += (batch.input_ids == codec.image_token_id).long()
     with torch.no_grad():
         logprobs, _ = policy(batch)
     assert (logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max() > 1e-3

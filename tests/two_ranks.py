@@ -1,46 +1,78 @@
-"""Run by test_model.py under torchrun: the gradient of one batch, split unevenly over two FSDP2 ranks."""
+"""Run by test_model.py under torchrun: what ranks exchange, and the gradient of one batch over two FSDP2 ranks."""
 
 import sys
 
 import torch
 from conftest import TOY
-from test_model import make_rows, text_row
+from PIL import Image
+from test_model import make_rows, odd_rows, text_row
 from torch.distributed.tensor import DTensor
 
 import dist
-from data import Codec, add_blank_image, pad_rows
+from config import load_config
+from data import Codec, View
 from losses import clipped_policy_loss
-from model import Policy, clip_grad_norm, load_lm, prepare
+from model import clip_grad_norm
+from train import Learner
+
+
+def check_exchange():
+    """Everything arrives once, in order; what a message shares stays shared; nothing of one's own is copied."""
+    me, other = dist.RANK, 1 - dist.RANK
+    view = View.of(Image.new("RGB", (56, 28), (me, 9, 9)))
+    outgoing = [[], []]
+    outgoing[me] = [("kept", me, view)]
+    outgoing[other] = [("sent", me, view), ("sent again", me, view)]
+    got = dist.exchange(outgoing)
+    kept = [item for item in got if item[0] == "kept"]
+    sent = [item for item in got if item[0] != "kept"]
+    assert [item[:2] for item in kept] == [("kept", me)] and kept[0][2] is view
+    assert [item[:2] for item in sent] == [("sent", other), ("sent again", other)]
+    assert sent[0][2] is sent[1][2], "one image for the whole group"
+    assert sent[0][2].image.getpixel((3, 3)) == (other, 9, 9) and sent[0][2].uuid != view.uuid
+    assert [item[1] for item in got] == sorted(item[1] for item in got), "in rank order"
+    assert dist.exchange([[], ["x"]] if me == 0 else [[], []]) == ([] if me == 0 else ["x"])
+
+
+def backward(learner, rows, num_tokens, spare):
+    """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
+    batches = learner.microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare)
+    for batch in batches:
+        logprobs, _ = learner.policy(batch)
+        loss, _ = clipped_policy_loss(
+            logprobs, logprobs.detach(), batch.advantages, batch.response_mask, clip_low=0.2, clip_high=0.2
+        )
+        learner.accelerator.backward(loss.sum() * dist.WORLD_SIZE / num_tokens)
+    gradients = {n: p.grad.full_tensor().clone() for n, p in learner.policy.named_parameters()}
+    norm = clip_grad_norm(learner.policy, 0.0)
+    learner.optimizer.zero_grad(set_to_none=True)
+    held = [[(r.tokens, r.advantages) for r in b.rows if any(r.response_mask)] for b in batches]
+    return {"gradients": gradients, "grad_norm": norm}, dist.gather(held)
 
 
 def main():
     dist.init()
     taken = dist.gather([dist.take("work") for _ in range(50 if dist.IS_MAIN else 20)])
     assert sorted(taken[0] + taken[1]) == list(range(70)), "each number once"
+    check_exchange()
     codec = Codec(TOY)
-    rows = make_rows(codec, 8)
-    num_tokens = sum(sum(r.response_mask) for r in [*rows, text_row(codec)])
-    own = (
-        [rows[:3], rows[3:]] if dist.RANK == 0 else [rows[:0], [text_row(codec)]]
-    )  # rank 1: a filler and a text-only batch
-    policy = Policy(load_lm(TOY, torch.float32), codec.banned_ids)
-    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3)
-    accelerator, policy, optimizer = prepare(policy, optimizer, world_size=dist.WORLD_SIZE, dtype=torch.float32)
-    assert all(isinstance(p, DTensor) for p in policy.parameters())
-    for part in own:
-        batch = pad_rows(part or rows[:1], codec)
-        if not part:
-            batch.response_mask[:] = False
-        add_blank_image(batch, codec)
-        logprobs, _ = policy(batch)
-        loss, _ = clipped_policy_loss(
-            logprobs, logprobs.detach(), batch.advantages, batch.response_mask, clip_low=0.2, clip_high=0.2
-        )
-        accelerator.backward(loss * dist.WORLD_SIZE / num_tokens)
-    gradients = {n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()}
-    norm = clip_grad_norm(policy, 0.0)
+    learner = Learner(load_config(["configs/toy.py", "--microbatch_tokens=250"]), codec)
+    assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
+    spare = text_row(codec)
+    spare.response_mask = [0] * len(spare.tokens)
+    saved = {}
+    # One row alone leaves the other rank a text-only micro-batch beside one with images.
+    for case, rows in {"many": odd_rows(codec), "one": make_rows(codec, 2)[1:]}.items():
+        saved[case], held = backward(learner, rows, sum(sum(r.response_mask) for r in rows), spare)
+        assert len(held[0]) == len(held[1]) == (2 if case == "many" else 1)
+        everyone = [row for ranks in held for chunk in ranks for row in chunk]
+        assert sorted(everyone) == sorted((r.tokens, r.advantages) for r in rows), "each row once"
+        if case == "many":
+            assert all(chunk for ranks in held for chunk in ranks), "both ranks have work"
+        else:
+            assert held[1] == [[]]
     if dist.IS_MAIN:
-        torch.save({"gradients": gradients, "grad_norm": norm}, f"{sys.argv[1]}/gradients.pt")
+        torch.save(saved, f"{sys.argv[1]}/gradients.pt")
     dist.finish()
 
 
