@@ -187,8 +187,10 @@ def bench_rollout(inflight: int, num: int, serial: bool) -> dict:
         ways["lockstep, serial tools"] = (lambda: lockstep(False), latencies)
     rates: dict[str, list[float]] = {name: [] for name in ways}
     engine.run(limit())  # warm-up
-    for _ in range(1 if serial and num > 256 else 2):
+    for repeat in range(3):
         for name, (way, seconds) in ways.items():
+            if repeat and "serial" in name:  # minutes
+                continue
             rollout.tool_kwargs["bench_tool"]["seconds"] = iter(seconds) if seconds else itertools.repeat(0.0)
             engine.run(engine._reset_caches())
             begin = time.perf_counter()
@@ -492,7 +494,7 @@ def main() -> None:
     commands.add_parser("step", help="where the seconds of a run's steps went").add_argument("log")
     one = commands.add_parser("rollout", help="trajectories per second against turn-lockstep and the limit")
     one.add_argument("--inflight", type=int, default=64)
-    one.add_argument("--trajectories", type=int, default=128)
+    one.add_argument("--trajectories", type=int, default=256)
     one.add_argument("--serial", type=int, default=1, help="0 leaves the slow lockstep with serial tools out")
     commands.add_parser("turns", help="prefilled tokens over the least possible")
     two = commands.add_parser("train", help="forward and backward, packed against padded")

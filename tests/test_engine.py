@@ -283,6 +283,16 @@ def test_banned_ids_are_never_sampled_even_when_they_are_likely(vllm_engine, cod
         restore(policy, vllm_engine, saved)
 
 
+def test_a_stop_string_ends_a_turn_and_stays_in_it(vllm_engine, codec, policy, trajectories, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "stop", ["</tool_call>"])
+    rows = trajectories()
+    assert all(t.why_invalid == "" for t in rows)
+    ended = [text for t in rows for text in t.turn_texts if "</tool_call>" in text]
+    assert ended and all(text.endswith("</tool_call>") for text in ended), "sampled, and nothing after it"
+    assert any(t.calls and t.calls[0]["ok"] and len(t.turn_texts) > 1 for t in rows), "the call is carried out"
+    assert gaps(policy, codec, rows).max() < 5e-5
+
+
 def test_pads_and_images_must_agree(vllm_engine, codec):
     with pytest.raises(ValueError, match="1 image pads, but 0 images"):
         vllm_engine.run(vllm_engine.generate(codec.image_ids(), [], max_tokens=1, temperature=1.0, seed=0))
