@@ -64,11 +64,32 @@ class Config:
     engine_block_size: int = 32  # KV block in tokens; prefix-cache hits come in whole blocks
     engine_threads: int = 1  # OpenMP threads of the engine on CPU
     rollout_tp: int = 1  # tensor-parallel size of an engine
-    # objective
+    # objective: formulas in losses.py
+    advantage: str = (
+        "grpo"  # "grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "gae" (PPO: with a critic)
+    )
     norm_by_std: bool = True  # GRPO divides by the group's standard deviation; False = Dr. GRPO's advantage
+    gamma: float = 1.0  # discount per sampled token (gae, reinforce_pp)
+    lam: float = 1.0  # GAE's lambda
+    policy_loss: str = "clip"  # "clip" (PPO), "gspo", "cispo"
+    aggregation: str = "token"  # "token", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"
     clip_low: float = 0.2  # ratio clipped below at 1 - clip_low
     clip_high: float = 0.2  # ratio clipped above at 1 + clip_high
     clip_dual: float = 3.0  # bound on the ratio for negative advantages (dual clip); 0 = off
+    entropy_coef: float = 0.0  # bonus
+    kl_coef: float = 0.0  # of the KL to the starting policy, as a term of the loss
+    kl_reward_coef: float = 0.0  # of the same, subtracted from each token's reward
+    kl_target: float = 0.0  # kl_reward_coef adapts to hold this KL per token; 0 = it stays
+    kl_estimator: str = "k3"  # "k1", "k2", "k3", "abs", "mse"
+    old_logprobs: str = "trainer"  # what the ratio compares with: the trainer's logprobs, or the engine's ("rollout")
+    mismatch: str = (
+        "token"  # weight of a token by trainer / engine probability: "token" (TIS), "mask" (IcePop), "sequence", "none"
+    )
+    mismatch_cap: float = 2.0
+    # critic
+    critic_lr: float = 1e-5
+    critic_warmup_steps: int = 0  # steps in which the critic learns alone
+    value_clip: float = 0.5  # how far a value may move from the one that made the returns, as a clipped loss
     # reward weights (DeepEyes: 0.8 acc + 0.2 format + 1.2 tool-and-right)
     acc_weight: float = 0.8
     format_weight: float = 0.2
@@ -76,7 +97,11 @@ class Config:
     # update
     steps: int = 80
     lr: float = 1e-6
-    warmup_steps: int = 0  # linear, in optimizer steps
+    warmup_steps: int = 0  # linear
+    num_minibatches: int = 1  # optimizer updates per pass over a step's trajectories
+    num_epochs: int = 1  # passes
+    lora_rank: int = 0  # 0 = all weights are trained; else low-rank adapters of the language model's layers alone
+    lora_alpha: float = 32.0  # an adapter counts lora_alpha / lora_rank
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0 = no clipping
@@ -188,6 +213,12 @@ def _check(cfg: Config) -> None:
         "box_frame": ("auto", "model_pixels", "rel1000", "original"),
         "dtype": ("float32", "bfloat16"),
         "engine_dtype": ("float32", "bfloat16"),
+        "advantage": ("grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "gae"),
+        "policy_loss": ("clip", "gspo", "cispo"),
+        "aggregation": ("token", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"),
+        "kl_estimator": ("k1", "k2", "k3", "abs", "mse"),
+        "old_logprobs": ("trainer", "rollout"),
+        "mismatch": ("token", "mask", "sequence", "none"),
     }.items():
         if getattr(cfg, name) not in options:
             raise ConfigError(f"{name} must be one of {', '.join(options)}, but is {getattr(cfg, name)!r}")
@@ -199,9 +230,13 @@ def _check(cfg: Config) -> None:
         "max_prompt_len",
         "max_response_len",
         "max_turn_len",
+        "num_minibatches",
+        "num_epochs",
     ):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name} must be at least 1, but is {getattr(cfg, name)}")
+    if cfg.kl_target and not cfg.kl_reward_coef:
+        raise ConfigError("kl_target adapts kl_reward_coef, which is 0: give it a value to start from")
     if not cfg.model:
         raise ConfigError("model is not set: it names the Hugging Face folder to start from")
     if cfg.min_pixels > cfg.max_pixels:

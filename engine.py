@@ -212,8 +212,8 @@ class VLLMEngine:
             raise EngineError("the vLLM engine has died; its own words stand above") from None
 
     # ------------------------------------------------------------------------------------------------ weights
-    def push(self, module: torch.nn.Module, version: int) -> None:
-        """Streams every parameter of `module` (Hugging Face names) into the engine and resets its caches.
+    def push(self, module, version: int) -> None:
+        """Streams all that `module.named_parameters()` gives (Hugging Face names) into the engine and resets its caches.
 
         With several ranks all of them call this together: gathering a sharded parameter is a collective.
         """

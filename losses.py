@@ -1,7 +1,7 @@
 """Log-probabilities, advantages, policy, value and KL losses: pure functions, tensors in and tensors out.
 
 Everything per token is aligned with the tokens: entry t speaks about token t. The shift by one (the hidden state at
-t - 1 predicts token t) happens in `token_logprobs` and nowhere else. `mask` (bool) is True on sampled tokens; what
+t - 1 predicts token t) happens in `_predicting_states` and nowhere else. `mask` (bool) is True on sampled tokens; what
 stands elsewhere, NaN included, reaches no result and no gradient.
 
 Losses are per token and know no layout: tensors of any one shape, rows padded or packed. What speaks of whole
@@ -121,10 +121,7 @@ def token_logprobs(
     Temperature and banned ids are applied as the engine applied them in sampling, so that both sides speak of the same
     distribution.
     """
-    if mask[:, 0].any():
-        raise ValueError("the first token of a sequence cannot be a response token: nothing predicts it")
-    row, col = mask.nonzero(as_tuple=True)
-    states = hidden[row, col - 1]  # (N, H); position t - 1 predicts token t
+    states, row, col = _predicting_states(hidden, mask)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # autocast does not look into an autograd function
         states, head = (x.to(torch.get_autocast_dtype(device)) for x in (states, head))
@@ -132,6 +129,23 @@ def token_logprobs(
         picked, entropies = _TokenLogprobs.apply(states, head, tokens[row, col], temperature, banned, chunk)
     zeros = picked.new_zeros(mask.shape)
     return zeros.index_put((row, col), picked), zeros.index_put((row, col), entropies)
+
+
+def _predicting_states(hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(states (N, H), rows, columns) for the N sampled tokens: the state at t - 1 predicts token t, and its value."""
+    if mask[:, 0].any():
+        raise ValueError("the first token of a sequence cannot be a response token: nothing predicts it")
+    row, col = mask.nonzero(as_tuple=True)
+    return hidden[row, col - 1], row, col
+
+
+def token_values(hidden: Tensor, mask: Tensor, head: Callable) -> Tensor:
+    """The critic's value of each sampled token, `(B, L)` float32, 0 where `mask` is 0: what it expects of the rewards
+    from this token on, said before it was sampled. `head` maps (N, H) to (N, 1).
+    """
+    states, row, col = _predicting_states(hidden, mask)
+    values = head(states)[:, 0].float()
+    return values.new_zeros(mask.shape).index_put((row, col), values)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages

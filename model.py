@@ -1,14 +1,18 @@
-"""The policy under accelerate: forward to log-probabilities, the stream of weights for the engine, loading and saving."""
+"""Policy and critic under accelerate: their forward passes, LoRA, the weights for the engine, loading and saving."""
 
+import contextlib
 import itertools
 import os
 import shutil
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -17,7 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from data import DataError, MicroBatch
-from losses import token_logprobs
+from losses import token_logprobs, token_values
 
 transformers_logging.disable_progress_bar()  # one bar per loaded or saved folder would tear the run's own display
 
@@ -89,7 +93,76 @@ def load_lm(folder: str, dtype: torch.dtype) -> nn.Module:
     return lm
 
 
-# ---------------------------------------------------------------------------------------------------- policy
+# ---------------------------------------------------------------------------------------------------- LoRA
+def add_lora(lm: nn.Module, rank: int, alpha: float) -> None:
+    """Freezes the model and puts a low-rank adapter beside every projection of its decoder layers (LoRA, arXiv:2106.09685).
+
+    In place, through peft: the names of all other parameters stay. A fresh adapter changes nothing (B is 0).
+    """
+    projections = r".*\blayers\.\d+\..*_proj"  # the vision tower's blocks are not called layers
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=projections), lm)
+
+
+class MergedWeights:
+    """The weights under the names that they have without adapters, each adapter added to its own: for the engine and for
+    saving. With several ranks all of them walk through it together: gathering is a collective.
+    """
+
+    def __init__(self, lm: nn.Module):
+        self.lm = lm
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in self.lm.named_parameters():
+            if ".lora_" in name:
+                continue
+            if ".base_layer." not in name:
+                yield name, p
+                continue
+            path, _, kind = name.rpartition(".base_layer.")
+            if kind == "weight":
+                layer = self.lm.get_submodule(path)
+                a, b = (_whole(m["default"].weight) for m in (layer.lora_A, layer.lora_B))
+                p = _whole(p) + layer.scaling["default"] * (b @ a)
+            yield f"{path}.{kind}", p
+
+
+def _whole(p: torch.Tensor) -> torch.Tensor:
+    p = p.detach()
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+# ---------------------------------------------------------------------------------------------------- policy and critic
+def hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """Last hidden states of a packed row, (1, T, H). Each distinct image passes the vision tower once."""
+    images, unused = {}, 0.0
+    if batch.pixel_values is not None:
+        features = backbone.get_image_features(batch.pixel_values, batch.image_grid_thw)
+        layers = [features.pooler_output, *getattr(features, "deepstack_features", [])]  # layer -> image -> (n, H)
+        # A blank image (data.add_blank_image), which no token shows, takes part all the same.
+        unused = 0 * sum(f.sum() for layer in layers for f in layer)
+        if len(batch.image_index):
+            shown = [tuple(layer[i] for i in batch.image_index.tolist()) for layer in layers]
+            features.pooler_output = shown[0]
+            if len(shown) > 1:  # Qwen3-VL
+                features.deepstack_features = shown[1:]
+            images["mm_encoder_outputs"] = {"image": features}
+    # The segments are told twice: by bounds, for our attention on CPU and for flash attention, and by positions that
+    # restart, from which transformers makes a mask for sdpa. It does so only without a mask and without a cache.
+    longest = max(batch.lengths)
+    hidden = backbone(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        cu_seq_lens_q=batch.cu_seqlens,
+        cu_seq_lens_k=batch.cu_seqlens,
+        max_length_q=longest,
+        max_length_k=longest,
+        **images,
+    ).last_hidden_state
+    return hidden + unused
+
+
 class Policy(nn.Module):
     """A Hugging Face model whose forward gives the log-probabilities of a micro-batch's response tokens.
 
@@ -101,59 +174,59 @@ class Policy(nn.Module):
         self.lm = lm
         self.register_buffer("banned", torch.tensor(banned_ids, dtype=torch.long), persistent=False)
 
-    def hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """Last hidden states, (1, T, H). Each distinct image passes the vision tower once."""
-        images, unused = {}, 0.0
-        if batch.pixel_values is not None:
-            features = self.lm.model.get_image_features(batch.pixel_values, batch.image_grid_thw)
-            layers = [features.pooler_output, *getattr(features, "deepstack_features", [])]  # layer -> image -> (n, H)
-            # A blank image (data.add_blank_image), which no token shows, takes part all the same.
-            unused = 0 * sum(f.sum() for layer in layers for f in layer)
-            if len(batch.image_index):
-                shown = [tuple(layer[i] for i in batch.image_index.tolist()) for layer in layers]
-                features.pooler_output = shown[0]
-                if len(shown) > 1:  # Qwen3-VL
-                    features.deepstack_features = shown[1:]
-                images["mm_encoder_outputs"] = {"image": features}
-        # The segments are told twice: by bounds, for our attention on CPU and for flash attention, and by positions that
-        # restart, from which transformers makes a mask for sdpa. It does so only without a mask and without a cache.
-        longest = max(batch.lengths)
-        hidden = self.lm.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=None,
-            use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens,
-            cu_seq_lens_k=batch.cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
-            **images,
-        ).last_hidden_state
-        return hidden + unused
-
     def forward(self, batch: MicroBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropy), each (1, T), aligned with the tokens; see `losses.token_logprobs`."""
-        head = self.lm.get_output_embeddings().weight
+        hidden, head = hidden_states(self.lm.model, batch), self.lm.get_output_embeddings().weight
         return token_logprobs(
-            self.hidden(batch), batch.input_ids, batch.response_mask, head, temperature=temperature, banned=self.banned
+            hidden, batch.input_ids, batch.response_mask, head, temperature=temperature, banned=self.banned
         )
+
+    def weights(self) -> MergedWeights:
+        """What the engine takes and `save_hf` writes."""
+        return MergedWeights(self.lm)
+
+    @contextlib.contextmanager
+    def without_lora(self):
+        """The weights as they were before training."""
+        adapted = [m for m in self.lm.modules() if isinstance(m, BaseTunerLayer)]
+        for m in adapted:
+            m.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for m in adapted:
+                m.enable_adapters(True)
+
+
+class Critic(nn.Module):
+    """The same backbone with a value head, which starts at 0."""
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        self.backbone = lm.model
+        self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Values of the sampled tokens, (1, T), aligned with the tokens; see `losses.token_values`."""
+        return token_values(hidden_states(self.backbone, batch), batch.response_mask, self.head)
 
 
 # ---------------------------------------------------------------------------------------------------- accelerate
-def prepare(policy: Policy, optimizer: torch.optim.Optimizer, *, world_size: int, dtype: torch.dtype):
-    """(accelerator, policy, optimizer): plain on one process, FSDP2 on several, on GPUs as on CPUs.
+def make_accelerator(lm: nn.Module, *, world_size: int, dtype: torch.dtype) -> Accelerator:
+    """Plain on one process, FSDP2 on several, on GPUs as on CPUs.
 
-    Master weights stay float32; compute runs in `dtype`, gradients are reduced in float32. Decoder layers and vision
-    blocks are the units of sharding, the rest (embeddings, output head) belongs to the root.
+    Master weights stay float32; compute runs in `dtype`, gradients are reduced in float32. The decoder layers and vision
+    blocks of `lm` are the units of sharding, the rest (embeddings, heads) belongs to the root.
     """
     on_cpu = not torch.cuda.is_available()
     if world_size == 1:
-        accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
-        return accelerator, *accelerator.prepare(policy, optimizer)
+        return Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=sorted(policy.lm._no_split_modules),
+        transformer_cls_names_to_wrap=sorted(lm._no_split_modules),
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         cpu_ram_efficient_loading=False,
     )
@@ -161,17 +234,22 @@ def prepare(policy: Policy, optimizer: torch.optim.Optimizer, *, world_size: int
     if on_cpu:  # accelerate takes FSDP for a GPU matter and would fall back to DDP without a word
         PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
-    policy, optimizer = accelerator.prepare(policy, optimizer)
     if accelerator.num_processes != world_size:
         raise RuntimeError(f"accelerate runs {accelerator.num_processes} processes, torchrun started {world_size}")
-    if not all(isinstance(p, DTensor) for p in policy.parameters()):
-        raise RuntimeError("the policy's parameters are not sharded: FSDP2 did not take effect")
-    return accelerator, policy, optimizer
+    return accelerator
 
 
-def clip_grad_norm(policy: Policy, max_norm: float) -> float:
+def shard(accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer):
+    """(module, optimizer), ready to train; with several ranks every parameter is sharded over them."""
+    module, optimizer = accelerator.prepare(module, optimizer)
+    if accelerator.num_processes > 1 and not all(isinstance(p, DTensor) for p in module.parameters()):
+        raise RuntimeError("the parameters are not sharded: FSDP2 did not take effect")
+    return module, optimizer
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float) -> float:
     """Clips the gradient to `max_norm` (0 = no clipping) and returns its global norm before that."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm or float("inf"))
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm or float("inf"))
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
@@ -180,9 +258,7 @@ def save_hf(policy: Policy, accelerator: Accelerator, source: str, folder: str) 
 
     Everything but the weights is copied from `source`, the folder the policy came from.
     """
-    full = {
-        n: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in policy.lm.named_parameters()
-    }
+    full = {n: _whole(p) for n, p in policy.weights().named_parameters()}
     if accelerator.is_main_process:
         tmp = f"{folder}.tmp"
         shutil.rmtree(tmp, ignore_errors=True)

@@ -96,8 +96,14 @@ class Trajectory:
     state: str = "waiting"  # for the heartbeat
     finish_reason: str = ""
     reward_parts: dict = field(default_factory=dict)
-    advantage: float = 0.0
     why_invalid: str = ""
+    # Per token too, as far as the objective asks for them (learner.py); None = not known.
+    old_logprobs: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    values: list[float] | None = None
+    advantages: list[float] | None = None
+    returns: list[float] | None = None
+    weights: list[float] | None = None
 
     @classmethod
     def start(cls, prompt: Prompt, group_id: int) -> "Trajectory":
@@ -118,11 +124,6 @@ class Trajectory:
     @property
     def sampled_text(self) -> str:
         return "".join(self.turn_texts)
-
-    @property
-    def advantages(self) -> list[float]:
-        """GRPO: the trajectory's advantage on every sampled token."""
-        return [self.advantage * m for m in self.response_mask]
 
     @property
     def reward(self) -> float:

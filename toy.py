@@ -33,7 +33,7 @@ from transformers import (
 
 from data import Codec, ImageRules, MicroBatch, View, pack_rows, write_parquet
 from losses import token_logprobs
-from model import Policy, load_lm
+from model import Policy, hidden_states, load_lm
 from tools import TOOL_TURN
 
 # ---------------------------------------------------------------------------------------------------- world
@@ -482,7 +482,7 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
                     make.read(noisy) if u < 0.3 else make.zoom(noisy) if rng.random() < 0.3 else make.direct()
                 )
         batch = pack_rows(traces, codec)
-        hidden = policy.hidden(batch)
+        hidden = hidden_states(policy.lm.model, batch)
         head = policy.lm.get_output_embeddings().weight
         logprobs, _ = token_logprobs(hidden, batch.input_ids, batch.response_mask, head)
         # Box numbers, the digit, and the words around them: three means, since the words would drown the rest.
@@ -496,7 +496,7 @@ def train_base(folder: str, steps: int = 1100, noisy_steps: int = 130, seed: int
         if first and done < 0.5:
             pages = [make.page() for _ in range(16)]
             batch = pack_rows(pages, codec)
-            label_loss(policy, policy.hidden(batch), batch, pages, ids["~"]).backward()
+            label_loss(policy, hidden_states(policy.lm.model, batch), batch, pages, ids["~"]).backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         flat_patch.grad = patch.grad.flatten(1)
         for optimizer in optimizers:

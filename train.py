@@ -4,15 +4,13 @@
     uv run --extra gpu torchrun --nproc-per-node 8 train.py configs/7b.py            # one node
     uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:PORT train.py configs/7b.py
 
-One step: 1. roll out  2. reward (inside each rollout)  3. advantages  4. pack and count  5. old and reference logprobs
-6. update  7. push the weights to the engine  8. log, and once in a while evaluate and save.
-
-Departures from the textbook: GRPO without KL term and with one update per batch, so that the old logprobs are the current
-ones, detached, and step 5 costs nothing; the loss is a sum over all sampled tokens of the step, over all ranks, divided
-once by their number; trajectories whose advantage is exactly 0 count in that number, but take no forward pass.
+One step: 1. roll out  2. reward (inside each rollout)  3. old and reference logprobs, values  4. advantages  5. pack and
+count  6. update  7. push the weights to the engine  8. log, and once in a while evaluate and save. Steps 3 to 6 stand in
+learner.py under the same numbers; which of them do any work is the objective's affair, and the objective is configuration.
 """
 
 import fcntl
+import math
 import os
 import shlex
 import subprocess
@@ -35,25 +33,15 @@ CORES = max(1, (os.cpu_count() or 1) // dist.LOCAL_WORLD_SIZE)
 
 import torch
 
-from data import (
-    Codec,
-    DataError,
-    ImageRules,
-    ParquetData,
-    add_blank_image,
-    make_microbatches,
-    pack_rows,
-    plan_microbatches,
-)
+from data import Codec, DataError, ImageRules, ParquetData
 from engine import EngineError, VLLMEngine
-from losses import clipped_policy_loss, grpo_advantages
-from model import Policy, clip_grad_norm, load_lm, prepare, save_hf
+from learner import Learner, filler
+from model import save_hf
 from report import Report, memory_mb
 from reward import reward_function
 from rollout import Rollout, RolloutLimits, Trajectory, reasons_left, rollout_metrics
 from tools import ToolBase
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BOX_FRAMES = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}  # how each family was taught
 
 
@@ -83,99 +71,6 @@ class RolloutError(Exception):
     """Too many trajectories of a step cannot be used."""
 
 
-class Learner:
-    """What the step works on: the policy with its optimizer, and the probe that watches the engine's copy of it."""
-
-    def __init__(self, cfg: Config, codec: Codec):
-        self.cfg, self.codec = cfg, codec
-        lm = load_lm(cfg.model, torch.float32)  # master weights
-        if cfg.freeze_vision and codec.has_vision:
-            lm.model.visual.requires_grad_(False)
-        if cfg.gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        policy = Policy(lm, codec.banned_ids)
-        optimizer = torch.optim.AdamW(
-            (p for p in policy.parameters() if p.requires_grad),
-            cfg.lr,
-            betas=tuple(cfg.adam_betas),
-            weight_decay=cfg.weight_decay,
-        )
-        self.accelerator, self.policy, self.optimizer = prepare(
-            policy, optimizer, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype]
-        )
-
-    def microbatches(self, rows: list[Trajectory], spare: Trajectory) -> list:
-        """This rank's micro-batches, as many as on every other rank and about as full: rows move between ranks.
-
-        `spare`, without a response token, stands in where a rank has nothing to do.
-        """
-        lengths = dist.gather([len(t.tokens) for t in rows])
-        plan = plan_microbatches([n for own in lengths for n in own], dist.WORLD_SIZE, self.cfg.microbatch_tokens)
-        own = dict(enumerate(rows, start=sum(map(len, lengths[: dist.RANK]))))  # number among the rows of all ranks
-        outgoing = [[(i, own[i]) for chunk in chunks for i in chunk if i in own] for chunks in plan]
-        mine = dict(dist.exchange(outgoing))
-        chunks = [[mine[i] for i in chunk] or [spare] for chunk in plan[dist.RANK]]
-        batches = make_microbatches(chunks, self.codec)
-        if dist.largest(any(b.pixel_values is not None for b in batches)):
-            for b in batches:
-                add_blank_image(b, self.codec)
-        return [b.to(self.accelerator.device) for b in batches]
-
-    def update(self, batches: list, num_tokens: int, step: int) -> dict[str, float]:
-        """One optimizer step on the sum of the micro-batches' losses over `num_tokens`, the global count."""
-        cfg, sums, worst = self.cfg, {}, 0.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup_steps))
-        for batch in batches:
-            mask = batch.response_mask
-            logprobs, entropy = self.policy(batch, cfg.temperature)
-            old_logprobs = logprobs.detach()  # one update per batch: the policy that sampled is this one
-            loss, metrics = clipped_policy_loss(
-                logprobs,
-                old_logprobs,
-                batch.advantages,
-                mask,
-                clip_low=cfg.clip_low,
-                clip_high=cfg.clip_high,
-                clip_dual=cfg.clip_dual,
-            )
-            # FSDP averages gradients over ranks; the loss is a sum over ranks.
-            self.accelerator.backward(loss.sum() * dist.WORLD_SIZE / num_tokens)
-            gap = torch.where(mask, old_logprobs - batch.rollout_logprobs, 0.0).abs()
-            worst = max(worst, float(gap.max()))
-            metrics |= {"loss": loss.sum().detach(), "entropy": entropy.sum().detach(), "mismatch/mean": gap.sum()}
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        grad_norm = clip_grad_norm(self.policy, cfg.max_grad_norm)
-        if not torch.isfinite(torch.tensor(grad_norm)):
-            raise FloatingPointError(f"the gradient norm of step {step} is {grad_norm}")
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        totals = {name: dist.total(value) / num_tokens for name, value in sums.items()}
-        return totals | {
-            "mismatch/max": dist.largest(worst),
-            "grad_norm": grad_norm,
-            "lr": self.optimizer.param_groups[0]["lr"],
-        }
-
-    @torch.no_grad()
-    def probe(self, engine: VLLMEngine, prompt) -> float:
-        """Largest |logprob(trainer) - logprob(engine)| on a few tokens after one fixed prompt, over all ranks.
-
-        In float32 on both sides a gap of 1e-3 is no rounding any more: a weight did not arrive, or the two sides see
-        different images, positions or temperatures. Training on would be training on another policy's samples.
-        """
-        t = Trajectory.start(prompt, 0)
-        g = engine.run(engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0))
-        t.append_sampled(g.ids, g.logprobs, g.version)
-        batch = pack_rows([t], self.codec).to(self.accelerator.device)
-        logprobs, _ = self.policy(batch, self.cfg.temperature)
-        error = dist.largest(float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()))
-        if error > 1e-3 and self.cfg.dtype == self.cfg.engine_dtype == "float32":
-            raise RuntimeError(f"after a weight push engine and trainer differ by {error:.1e} on a fixed prompt")
-        return error
-
-
 def evaluate(
     rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float, step: int
 ) -> dict[str, float]:
@@ -185,6 +80,15 @@ def evaluate(
     means = dist.merge_means(rollout_metrics(trajectories))
     names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
+
+
+def greedy_scores(rollout: Rollout, engine: VLLMEngine, samples: list, step: int, cfg: Config) -> dict[int, float]:
+    """ReMax's baselines: the reward of one greedy trajectory per prompt, by group number; NaN where it has none."""
+    first = step * cfg.prompts_per_step
+    take = lambda: dist.take(f"greedy of step {step}")  # noqa: E731
+    greedy = engine.run(rollout.run(samples, 1, 0.0, take=take, first_group=first))
+    scores = {t.group_id: math.nan if t.reward_parts["score"] is None else t.reward for t in greedy}
+    return {group: score for part in dist.gather(scores) for group, score in part.items()}
 
 
 def max_inflight(cfg: Config) -> int:
@@ -271,7 +175,7 @@ def train(cfg: Config) -> None:
         dist.init()
         learner, rollout, report = Learner(cfg, codec), make_rollout(cfg, codec, engine), Report(cfg)
         probe_prompt = rollout.prepare(next(iter(data)))
-        engine.push(learner.policy.lm, 0)
+        engine.push(learner.policy.weights(), 0)
         error = learner.probe(engine, probe_prompt)
         report.note(f"engine and trainer agree on a fixed prompt within {error:.1e}")
         if eval_data:
@@ -297,35 +201,37 @@ def train(cfg: Config) -> None:
             rows, left = valid_rows(cfg, trajectories)
             clock.lap("time/rollout")
 
-            # 3. advantages
-            rewards = torch.tensor([t.reward for t in rows], dtype=torch.float64)
-            groups = torch.tensor([t.group_id for t in rows])
-            advantages = grpo_advantages(rewards, groups, norm_by_std=cfg.norm_by_std)
-            for t, advantage in zip(rows, advantages.tolist(), strict=True):
-                t.advantage = advantage
+            # 3. what the models say of the batch: old and reference logprobs, values; nothing where none is needed
+            spare = filler(probe_prompt)
+            learner.annotate(rows, spare)
+            clock.lap("time/annotate")
 
-            # 4. pack into micro-batches, count response tokens over all ranks
-            live = [t for t in rows if t.advantage != 0.0]
-            num_tokens = int(dist.total(sum(t.num_sampled for t in rows)))
-            batches = learner.microbatches(live, spare=Trajectory.start(probe_prompt, 0))
+            # 4. advantages
+            baselines = greedy_scores(rollout, engine, samples, step, cfg) if cfg.advantage == "remax" else None
+            metrics = learner.advantages(rows, baselines)
+            if baselines is not None:
+                clock.lap("time/baselines")
+
+            # 5. pack into mini-batches and micro-batches, count response tokens over all ranks
+            minibatches = learner.minibatches(rows, spare, step)
             clock.lap("time/pack")
 
-            # 5. old and reference logprobs: none needed with one update per batch and no KL term
             # 6. update
-            metrics = learner.update(batches, num_tokens, step)
+            metrics |= learner.update(minibatches, step)
             clock.lap("time/update")
 
             # 7. push the weights, reset the engine's caches
-            engine.push(learner.policy.lm, step + 1)
+            engine.push(learner.policy.weights(), step + 1)
             clock.lap("time/push")
             metrics["push/error"] = learner.probe(engine, probe_prompt)
             clock.lap("time/probe")
 
             # 8. log
             metrics |= dist.merge_means(rollout_metrics(trajectories))
-            metrics["live_frac"] = dist.total(len(live)) / dist.total(len(trajectories))
+            live = sum(any(t.advantages) for t in rows)
+            metrics["live_frac"] = dist.total(live) / dist.total(len(trajectories))
             metrics |= memory_mb()
-            metrics |= {"num_tokens": num_tokens, "policy_version": step + 1, "left": left}
+            metrics |= {"num_tokens": sum(n for _, n in minibatches), "policy_version": step + 1, "left": left}
             report.log({"step": step + 1, **metrics, **clock.laps, "time/step": clock.total()})
 
             # once in a while: evaluate and save

@@ -27,7 +27,7 @@ from transformers import (
 
 from data import Codec, View, add_blank_image, make_microbatches, pack_rows, plan_microbatches
 from losses import clipped_policy_loss
-from model import Policy, _varlen_attention, load_lm, use_cpu_fast_paths
+from model import Policy, _varlen_attention, hidden_states, load_lm, use_cpu_fast_paths
 from toy import Trace, TraceMaker
 
 
@@ -177,7 +177,7 @@ def check_logits(plain, fast, codec, rows, tolerance):
     """Largest error over the largest logit."""
     batch = pack_rows(rows, codec)
     with torch.no_grad():
-        packed = fast.lm.get_output_embeddings()(fast.hidden(batch))[0].split(batch.lengths)
+        packed = fast.lm.get_output_embeddings()(hidden_states(fast.lm.model, batch))[0].split(batch.lengths)
         for row, ours in zip(rows, packed, strict=True):
             theirs = plain_logits(plain, codec, row)
             assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 import dist
 from config import load_config
 from data import Codec, View
+from learner import Learner
 from losses import clipped_policy_loss
 from model import clip_grad_norm
-from train import Learner
 
 
 def check_exchange():
@@ -36,7 +36,7 @@ def check_exchange():
 
 def backward(learner, rows, num_tokens, spare):
     """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
-    batches = learner.microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare)
+    batches = learner._microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare, balance=True)
     for batch in batches:
         logprobs, _ = learner.policy(batch)
         loss, _ = clipped_policy_loss(
