@@ -9,6 +9,7 @@ python bench.py turns                      # tokens prefilled and images encoded
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import copy
 import dataclasses
 import itertools
@@ -382,6 +383,53 @@ def bench_useful(max_tokens: int = 8192, mean: int = 128, per_rank: int = 128) -
     return {"useful": round(worst, 3)}
 
 
+def bench_loss(vocabulary: int = 150_000, tokens: int = 4096, width: int = 512) -> dict:
+    """Log-probabilities and their gradient, against the plain way with all the logits; each in a process of its own."""
+    table = Table(
+        "way", "seconds", "peak memory above the inputs, MB", title=f"{tokens} tokens, {vocabulary} ids, width {width}"
+    )
+    rates = {}
+    for way in ("ours", "plain"):
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rates[way] = pool.submit(_loss, way, vocabulary, tokens, width).result()
+        table.add_row(way, f"{rates[way][0]:.1f}", f"{rates[way][1]:.0f}")
+    Console().print(table)
+    (seconds, memory), (plain_seconds, plain_memory) = rates["ours"], rates["plain"]
+    return {"loss_mem": round(memory / plain_memory, 3), "loss_time": round(seconds / plain_seconds, 2)}
+
+
+def _loss(way: str, vocabulary: int, tokens: int, width: int) -> tuple[float, float]:
+    """(best seconds of three, peak MB above what was there before)"""
+    import torch
+
+    from losses import token_logprobs
+
+    torch.manual_seed(0)
+    hidden = torch.randn(1, tokens + 1, width, requires_grad=True)
+    head = (torch.randn(vocabulary, width) / width**0.5).requires_grad_()
+    ids = torch.randint(vocabulary, (1, tokens + 1))
+    mask = torch.ones(1, tokens + 1, dtype=torch.bool)
+    mask[0, 0] = False
+
+    def plain():
+        logits = hidden[0, :-1] @ head.T
+        return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])
+
+    seconds, before = [], psutil.Process().memory_info().rss
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # the high-water mark starts again from here
+    for _ in range(3):
+        hidden.grad = head.grad = None
+        begin = time.perf_counter()
+        logprobs = plain() if way == "plain" else token_logprobs(hidden, ids, mask, head)[0]
+        logprobs.sum().backward()
+        seconds.append(time.perf_counter() - begin)
+        del logprobs
+    with open("/proc/self/status") as f:
+        peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+    return min(seconds), (peak - before) / 2**20
+
+
 def train_model(name: str):
     """(model, codec, mean length, rows, micro-batch tokens) of the toy or of a text model of 50 M random parameters."""
     import torch
@@ -506,7 +554,7 @@ def main() -> None:
     elif args.command == "rollout":
         result = bench_rollout(args.inflight, args.trajectories, bool(args.serial))
     elif args.command == "train":
-        result = bench_packing(args.models, args.repeats) | bench_useful()
+        result = bench_packing(args.models, args.repeats) | bench_useful() | bench_loss()
     else:
         result = bench_turns()
     print(json.dumps(result))

@@ -84,16 +84,39 @@ def test_three_steps_on_two_ranks_and_one_more_from_the_checkpoint(toy_data, tmp
         "Adam moves at most lr per step"
     )
 
-    # vLLM loads the checkpoint too, and the run goes on from it: one rank, one step.
+    # vLLM loads the checkpoint too, and the run goes on from it: one rank, one step, with greedy baselines.
     again = tmp_path / "again"
-    run_script("train.py", *arguments(toy_data, again), f"--model={out}/final", "--steps=1", check=True)
+    more = [f"--model={out}/final", "--steps=1", "--advantage=remax"]
+    run_script("train.py", *arguments(toy_data, again), *more, check=True)
     _, steps, _ = read_log(again)
     assert len(steps) == 1 and steps[0]["mismatch/max"] < 1e-4
 
 
 @pytest.mark.parametrize(
+    "objective",
+    [
+        ["--kl_coef=0.01", "--kl_reward_coef=0.01", "--num_minibatches=2", "--num_epochs=2", "--entropy_coef=0.001"],
+        ["--lora_rank=4", "--kl_coef=0.01", "--policy_loss=gspo", "--aggregation=seq-mean-token-mean"],
+    ],
+)
+def test_ppo_with_all_its_models_on_two_ranks(toy_data, tmp_path, run_script, objective):
+    """Policy, critic and reference are sharded; the engine takes what is trained, adapters merged."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    more = ["--advantage=gae", "--steps=2", "--eval_files=[]", *objective]
+    run_script(*launch, *arguments(toy_data, tmp_path), *more, check=True)
+    _, steps, _ = read_log(tmp_path)
+    assert [r["policy_version"] for r in steps] == [1, 2]
+    for r in steps:
+        assert r["mismatch/max"] < 1e-3 and r["push/error"] < 1e-4 and r["grad_norm"] > 0 and r["kl"] >= 0
+        assert r["critic/loss"] > 0 and r["critic/grad_norm"] > 0 and r["skipped_updates"] == 0
+    assert steps[1]["kl"] > 0, "the policy has moved away from the reference"
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
+        (["--kl_target=0.1"], "ConfigError: kl_target adapts kl_reward_coef, which is 0"),
+        (["--advantage=gea"], "ConfigError: advantage must be one of grpo, rloo"),
         (["--stepz=3"], "ConfigError: --stepz: unknown key 'stepz'; did you mean 'steps'?"),
         (["--model=no/such/folder"], "DataError: model folder 'no/such/folder'"),
         (["--train_files=['gone.parquet']", "--prepare="], "DataError: data file 'gone.parquet'"),
