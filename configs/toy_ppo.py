@@ -3,7 +3,5 @@
 base = "toy.py"
 out_dir = "out/toy_ppo"
 advantage = "gae"
-group_size = 1
-prompts_per_step = 16 * 8
 critic_lr = 1e-3
 critic_warmup_steps = 3

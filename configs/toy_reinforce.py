@@ -1,7 +1,5 @@
-"""REINFORCE++ on the embedded task: no groups, no critic; returns whitened over the batch."""
+"""REINFORCE++ on the embedded task: no critic and no group baseline; returns are whitened over the whole batch."""
 
 base = "toy.py"
 out_dir = "out/toy_reinforce"
 advantage = "reinforce_pp"
-group_size = 1
-prompts_per_step = 16 * 8

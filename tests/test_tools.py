@@ -189,6 +189,9 @@ def test_observation_forms():
 def test_view_size_equals_the_processors_rule_within_its_bounds():
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+    # 144 / 112 is no float: transformers' floor falls one factor short there, and so does ours, or tokens would not agree.
+    assert smart_resize(144, 144, factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (84, 84)
+    assert view_size(144, 144, factor=28, min_pixels=112 * 112, max_pixels=112 * 112) == (84, 84)
     rng, refused = random.Random(0), 0
     for _ in range(2000):
         w, h = (int(math.exp(rng.uniform(math.log(8), math.log(5000)))) for _ in range(2))
