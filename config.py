@@ -112,7 +112,11 @@ class Config:
     # once in a while
     eval_every: int = 0  # steps; evaluation also runs before the first step and after the last; 0 = only then
     eval_temperature: float = 0.0  # 0 = greedy
-    save_every: int = 0  # steps; the last step is always saved; 0 = only then
+    save_every: int = (
+        0  # steps between checkpoints; 0 = none. The last step's weights are always written to out_dir/final
+    )
+    keep_checkpoints: int = 2  # the newest so many
+    resume: str = ""  # a checkpoint to go on from; "auto" = the newest whole one in out_dir; "" = begin anew
     show: int = 3  # trajectories printed at the end
 
 
@@ -232,6 +236,7 @@ def _check(cfg: Config) -> None:
         "max_turn_len",
         "num_minibatches",
         "num_epochs",
+        "keep_checkpoints",
     ):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name} must be at least 1, but is {getattr(cfg, name)}")

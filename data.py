@@ -96,6 +96,7 @@ class ParquetData:
     def __init__(self, files: list[str], env_name: str | None = None):
         self.env_name = env_name
         self.groups = []  # (file, row group, first row)
+        self.group_rows = []  # rows of each
         self.num_rows = 0
         for path in files:
             try:
@@ -105,7 +106,8 @@ class ParquetData:
             first = 0
             for g in range(meta.num_row_groups):
                 self.groups.append((path, g, first))
-                first += meta.row_group(g).num_rows
+                self.group_rows.append(meta.row_group(g).num_rows)
+                first += self.group_rows[-1]
             self.num_rows += first
         if self.num_rows == 0:
             raise DataError(f"no rows in {files}")
@@ -135,15 +137,21 @@ class ParquetData:
         for g in range(len(self.groups)):
             yield from self._read_group(g)
 
-    def shuffled(self, seed: int) -> Iterator[Sample]:
-        """Rows without end: each epoch permutes the row groups and the rows within each; the same for any rank count."""
-        epoch = 0
+    def shuffled(self, seed: int, start: int = 0) -> Iterator[Sample]:
+        """Rows without end: each epoch permutes the row groups and the rows within each; the same for any rank count.
+
+        The first `start` rows are left out, and the row groups that hold nothing else are not read.
+        """
+        epoch, skip = 0, start
         while True:
             rng = random.Random(f"{seed}-{epoch}")
             for g in rng.sample(range(len(self.groups)), len(self.groups)):
-                rows = list(self._read_group(g))
-                rng.shuffle(rows)
-                yield from rows
+                order = list(range(self.group_rows[g]))
+                rng.shuffle(order)
+                if skip < len(order):
+                    rows = list(self._read_group(g))
+                    yield from (rows[i] for i in order[skip:])
+                skip = max(0, skip - len(order))
             epoch += 1
 
 

@@ -51,13 +51,16 @@ def memory_mb() -> dict[str, float]:
 class Report:
     """One JSON object per line: first the run itself, then one per step and one per evaluation."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, log_position: int = 0):
+        """`log_position`: where a run that goes on cuts the log, so that no step stands in it twice; 0 = a new log."""
         self.cfg, self.progress, self.file = cfg, None, None
         if not dist.IS_MAIN:
             return
         os.makedirs(cfg.out_dir, exist_ok=True)
         self.path = os.path.join(cfg.out_dir, "log.jsonl")
-        self.file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+        self.file = open(self.path, "a" if log_position else "w", encoding="utf-8")  # noqa: SIM115 - for the whole run
+        if log_position:
+            self.file.truncate(log_position)
         packages = ("torch", "transformers", "accelerate", "pillow", "pyarrow")
         self._write(
             {
@@ -94,6 +97,10 @@ class Report:
     def _write(self, record: dict) -> None:
         self.file.write(json.dumps(record) + "\n")
         self.file.flush()
+
+    @property
+    def position(self) -> int:
+        return self.file.tell() if self.file else 0
 
     def note(self, text: str) -> None:
         if self.progress:

@@ -3,6 +3,7 @@
     uv run --extra cpu python train.py configs/toy.py                                # a laptop: two cores, no GPU
     uv run --extra gpu torchrun --nproc-per-node 8 train.py configs/7b.py            # one node
     uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:PORT train.py configs/7b.py
+    uv run --extra gpu python train.py --check configs/7b.py       # do engine and trainer agree? nothing is trained
 
 One step: 1. roll out  2. reward (inside each rollout)  3. old and reference logprobs, values  4. advantages  5. pack and
 count  6. update  7. push the weights to the engine  8. log, and once in a while evaluate and save. Steps 3 to 6 stand in
@@ -10,6 +11,7 @@ learner.py under the same numbers; which of them do any work is the objective's 
 """
 
 import fcntl
+import itertools
 import math
 import os
 import shlex
@@ -23,7 +25,7 @@ from config import Config, ConfigError, load_config
 
 if __name__ == "__main__":  # a misspelt key need not wait for the imports below
     try:
-        CONFIG = load_config(sys.argv[1:])
+        CONFIG = load_config([a for a in sys.argv[1:] if a != "--check"])
     except ConfigError as e:
         sys.exit(f"ConfigError: {e}")
 
@@ -33,9 +35,10 @@ CORES = max(1, (os.cpu_count() or 1) // dist.LOCAL_WORLD_SIZE)
 
 import torch
 
+import checkpoint
 from data import Codec, DataError, ImageRules, ParquetData
 from engine import EngineError, VLLMEngine
-from learner import Learner, filler
+from learner import Learner, ParityError, filler
 from model import save_hf
 from report import Report, memory_mb
 from reward import reward_function
@@ -160,7 +163,8 @@ def valid_rows(cfg: Config, trajectories: list[Trajectory]) -> tuple[list[Trajec
     return [t for t in trajectories if t.reward_parts["score"] is not None], dict(reasons)
 
 
-def train(cfg: Config) -> None:
+def train(cfg: Config, *, check_only: bool = False) -> None:
+    """The whole run; `check_only` ends after the first comparison of engine and trainer."""
     torch.manual_seed(cfg.seed)
     torch.set_num_threads(CORES)
     prepare_data(cfg)
@@ -173,20 +177,32 @@ def train(cfg: Config) -> None:
     engine, report = start_engine(cfg, codec), None
     try:
         dist.init()
-        learner, rollout, report = Learner(cfg, codec), make_rollout(cfg, codec, engine), Report(cfg)
-        probe_prompt = rollout.prepare(next(iter(data)))
-        engine.push(learner.policy.weights(), 0)
+        learner, rollout = Learner(cfg, codec), make_rollout(cfg, codec, engine)
+        path = checkpoint.find(cfg)
+        start = checkpoint.load(path, learner) if path else {"step": 0, "rows_drawn": 0, "log_position": 0}
+        first_rows = list(itertools.islice(data, 64))
+        probe_prompt = rollout.prepare(next((s for s in first_rows if s.images), first_rows[0]))
+        engine.push(learner.policy.weights(), start["step"])
         error = learner.probe(engine, probe_prompt)
-        report.note(f"engine and trainer agree on a fixed prompt within {error:.1e}")
-        if eval_data:
+        agree = f"engine and trainer agree on a fixed prompt within {error:.1e}"
+        if check_only:
+            if dist.IS_MAIN:
+                print(agree)
+            return
+        report = Report(cfg, start["log_position"])
+        report.note(f"going on from {path}\n{agree}" if path else agree)
+        if eval_data and not path:
             report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, 0)})
 
-        stream = data.shuffled(cfg.seed)
-        for step in range(cfg.steps):
+        rows_drawn = start["rows_drawn"]
+        stream = data.shuffled(cfg.seed, rows_drawn)
+        trajectories = []
+        for step in range(start["step"], cfg.steps):
             clock = Clock()
 
             # 1. roll out, 2. reward
             samples = [next(stream) for _ in range(cfg.prompts_per_step)]  # the same on every rank, which takes of them
+            rows_drawn += len(samples)
             trajectories = engine.run(
                 rollout.run(
                     samples,
@@ -238,9 +254,10 @@ def train(cfg: Config) -> None:
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
                 report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, step + 1)})
-            if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-                folder = os.path.join(cfg.out_dir, "final" if last else f"step_{step + 1}")
-                save_hf(learner.policy, learner.accelerator, cfg.model, folder)
+            if cfg.save_every and (last or (step + 1) % cfg.save_every == 0):
+                position = report.position
+                checkpoint.save(cfg, learner, step=step + 1, rows_drawn=rows_drawn, log_position=position)
+        save_hf(learner.policy, learner.accelerator, cfg.model, os.path.join(cfg.out_dir, "final"))
         report.finish(trajectories[:: cfg.group_size][: cfg.show], codec)
     finally:
         if report:
@@ -266,8 +283,8 @@ class Clock:
 
 if __name__ == "__main__":
     try:
-        train(CONFIG)
-    except (ConfigError, DataError, EngineError, RolloutError) as e:
+        train(CONFIG, check_only="--check" in sys.argv)
+    except (ConfigError, DataError, EngineError, RolloutError, ParityError, checkpoint.CheckpointError) as e:
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -1,0 +1,188 @@
+"""Checkpoints that survive: sharded, written aside and renamed when whole, the newest whole one found again.
+
+    out_dir/checkpoints/step_000012/
+        .metadata, *.distcp     weights and optimizer states, each rank its shards (torch.distributed.checkpoint)
+        rank0.pt, rank1.pt ...  random number generators
+        meta.json               step, policy_version, data cursor, KL coefficient, log position; size of every other file
+
+    python checkpoint.py export out/7b/checkpoints/step_000080 out/7b/hf     # a folder for transformers and vLLM
+
+Weights and optimizer states can be read by any number of ranks.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import sys
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import dist
+from config import Config
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or read."""
+
+
+def _folder(cfg: Config) -> str:
+    return os.path.join(cfg.out_dir, "checkpoints")
+
+
+def _trained(learner) -> dict:
+    """name -> (module, optimizer) of what a checkpoint holds; the reference is the model folder itself."""
+    pairs = {"policy": (learner.policy, learner.optimizer)}
+    if learner.critic:
+        pairs["critic"] = (learner.critic, learner.critic_optimizer)
+    return {name: (module, getattr(o, "optimizer", o)) for name, (module, o) in pairs.items()}  # accelerate wraps them
+
+
+def _states(learner) -> dict:
+    states = {}
+    for name, (module, optimizer) in _trained(learner).items():
+        states[name], states[f"{name}_optimizer"] = get_state_dict(module, optimizer)
+    return states
+
+
+def save(cfg: Config, learner, *, step: int, rows_drawn: int, log_position: int) -> str:
+    """Writes the checkpoint after `step` steps; all ranks call it together. Returns its folder.
+
+    A failure or a kill at any moment leaves the older ones as they are. Raises CheckpointError, on all ranks.
+    """
+    whole = os.path.join(_folder(cfg), f"step_{step:06d}")
+    aside, problem = f"{whole}.tmp", ""
+    try:
+        if dist.IS_MAIN:
+            shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed here
+            os.makedirs(aside)
+        dist.barrier()
+        torch.save(
+            {"torch": torch.get_rng_state(), "python": random.getstate()},
+            os.path.join(aside, f"rank{dist.RANK}.pt"),
+        )
+    except (OSError, RuntimeError) as e:
+        problem = str(e)
+    try:
+        if not any(dist.gather(problem)):
+            dcp.save(_states(learner), checkpoint_id=aside, no_dist=dist.WORLD_SIZE == 1)
+    except (Exception, dcp.CheckpointException) as e:  # what went wrong on any rank, a full disk too; not an Exception
+        problem = _last_line(e)
+    problems = [p for p in dist.gather(problem) if p]
+    if not problems and dist.IS_MAIN:
+        try:
+            meta = {
+                "step": step,
+                "policy_version": step,
+                "rows_drawn": rows_drawn,
+                "log_position": log_position,
+                "kl": learner.kl.state_dict(),
+                "skipped_updates": learner.skipped_updates,
+                "world_size": dist.WORLD_SIZE,
+                "config": dataclasses.asdict(cfg),
+                "sizes": {f: os.path.getsize(os.path.join(aside, f)) for f in sorted(os.listdir(aside))},
+            }
+            with open(os.path.join(aside, "meta.json"), "w", encoding="utf-8") as f:
+                json.dump(meta, f, indent=1)
+                f.flush()
+                os.fsync(f.fileno())
+            shutil.rmtree(whole, ignore_errors=True)  # of an earlier run into the same folder
+            os.replace(aside, whole)
+            for old in _all(cfg)[: -cfg.keep_checkpoints]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError as e:
+            problems = [str(e)]
+    problems = [p for ps in dist.gather(problems) for p in ps]
+    if problems:
+        if dist.IS_MAIN:
+            shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(cfg.out_dir).free >> 20  # torch's own words seldom say that a disk is full
+        raise CheckpointError(f"{whole} cannot be written ({free} MB are free there): {problems[0]}")
+    return whole
+
+
+def _last_line(e: BaseException) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[-1]
+
+
+def _all(cfg: Config) -> list[str]:
+    """Whole and broken checkpoints, oldest first; what was being written when a run was killed is none."""
+    folder = _folder(cfg)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [os.path.join(folder, n) for n in sorted(names) if re.fullmatch(r"step_\d+", n)]
+
+
+def read_meta(path: str) -> dict:
+    """meta.json of a checkpoint whose every file is there in its full size. Raises CheckpointError otherwise."""
+    try:
+        with open(os.path.join(path, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        for name, size in meta["sizes"].items():
+            if os.path.getsize(os.path.join(path, name)) != size:
+                raise CheckpointError(f"checkpoint {path!r}: {name} is not whole")
+    except (OSError, ValueError, KeyError) as e:
+        raise CheckpointError(f"checkpoint {path!r} is not whole: {e}") from None
+    return meta
+
+
+def find(cfg: Config) -> str:
+    """What `resume` names: a folder, or with "auto" the newest whole checkpoint of out_dir; "" = begin anew.
+
+    A run that torchrun has started again after a failure always goes on where it was.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if cfg.resume and cfg.resume != "auto":
+        read_meta(cfg.resume)
+        return cfg.resume
+    if cfg.resume == "auto" or restarted:
+        for path in reversed(_all(cfg)):
+            try:
+                read_meta(path)
+                return path
+            except CheckpointError as e:
+                if dist.IS_MAIN:
+                    print(f"{e}; taking the one before", flush=True)
+    return ""
+
+
+def load(path: str, learner) -> dict:
+    """Puts a checkpoint's states into the learner, in place, and returns its meta.json."""
+    meta, states = read_meta(path), _states(learner)
+    try:
+        dcp.load(states, checkpoint_id=path, no_dist=dist.WORLD_SIZE == 1)
+    except (Exception, dcp.CheckpointException) as e:  # other shapes or names than this run's: torch says which
+        raise CheckpointError(f"checkpoint {path!r} does not fit this run: {_last_line(e)}") from None
+    for name, (module, optimizer) in _trained(learner).items():
+        set_state_dict(module, optimizer, model_state_dict=states[name], optim_state_dict=states[f"{name}_optimizer"])
+    learner.kl.load_state_dict(meta["kl"])
+    learner.skipped_updates = meta["skipped_updates"]
+    if meta["world_size"] == dist.WORLD_SIZE:
+        rng = torch.load(os.path.join(path, f"rank{dist.RANK}.pt"), weights_only=False)
+        torch.set_rng_state(rng["torch"])
+        random.setstate(rng["python"])
+    return meta
+
+
+def export(path: str, folder: str) -> None:
+    """Writes a checkpoint's policy as a Hugging Face folder, in one process."""
+    from data import Codec
+    from learner import Learner
+    from model import save_hf
+
+    cfg = Config(**read_meta(path)["config"])
+    learner = Learner(cfg, Codec(cfg.model))
+    load(path, learner)
+    save_hf(learner.policy, learner.accelerator, cfg.model, folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "export":
+        sys.exit("python checkpoint.py export CHECKPOINT FOLDER")
+    try:
+        export(*sys.argv[2:])
+    except CheckpointError as e:
+        sys.exit(f"CheckpointError: {e}")
