@@ -14,7 +14,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 IS_MAIN = RANK == 0
 
-_store: torch_dist.TCPStore | None = None  # of the shared counters
+_store: torch_dist.Store | None = None  # of the shared counters
 _counters: dict[str, int] = {}  # the same on one process
 
 
@@ -22,15 +22,15 @@ def init() -> None:
     """Joins the ranks that torchrun started. Call it after the engine exists: its forked children must not inherit the group."""
     global _store
     if WORLD_SIZE > 1:
+        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds the store, or rank 0
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = datetime.timedelta(minutes=30)
+        store = torch_dist.TCPStore(*address, WORLD_SIZE, is_master=IS_MAIN and not agents, timeout=timeout)
+        # The agent's store outlives a restart of the ranks: what an earlier try has left in it must not be met again.
+        store = torch_dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch_dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
-        host, port = os.environ["MASTER_ADDR"], [0]
-        if IS_MAIN:
-            _store = torch_dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            port = [_store.port]
-        torch_dist.broadcast_object_list(port)
-        if not IS_MAIN:
-            _store = torch_dist.TCPStore(host, port[0], is_master=False)
+        torch_dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
+        _store = torch_dist.PrefixStore("counters", store)
 
 
 def take(counter: str) -> int:

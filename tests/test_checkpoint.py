@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, TOY
@@ -222,6 +223,41 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(toy_data, tmp_path, run_scri
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
     with open(cut / "checkpoints" / "step_000005" / "meta.json") as f:
         assert json.load(f)["rows_drawn"] == 40
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_killed_rank_again(toy_data, tmp_path):
+    """--max-restarts: one rank is killed, both start again, go on from the checkpoint, and the log holds each step once."""
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    more = ["--group_size=2", "--steps=4", "--eval_files=[]", "--show=0", "--save_every=1"]
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            [*launch, "train.py", *arguments(toy_data, tmp_path / "out"), *more],
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline = time.time() + 120
+        while time.time() < deadline and not (tmp_path / "out" / "checkpoints" / "step_000002").exists():
+            time.sleep(0.02)
+        ranks = [c for c in psutil.Process(process.pid).children() if "train.py" in c.cmdline()]
+        (second,) = [c for c in ranks if c.environ()["RANK"] == "1"]
+        second.kill()
+        assert process.wait(timeout=200) == 0, (tmp_path / "output").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "going on from" in (tmp_path / "output").read_text()
+    _, steps, _ = read_log(tmp_path / "out")
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
 
 
 def test_config_of_a_checkpoint_is_whole():
