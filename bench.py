@@ -31,6 +31,7 @@ from rich.table import Table
 
 PHASES = {
     "time/rollout": "rollout: engine, tools, images, rewards",
+    "time/annotate": "old and reference logprobs, values",
     "time/pack": "micro-batches: balance, pixels, positions",
     "time/update": "forward, backward, optimizer",
     "time/push": "weights to the engine, caches reset",
@@ -50,7 +51,7 @@ def step(log: str, skip: int = 3) -> dict:
     result = {"step_s": round(total, 3), "sampled_tokens": statistics.median(r["num_tokens"] for r in records)}
     rest = total
     for key, text in PHASES.items():
-        seconds = statistics.median(r[key] for r in records)
+        seconds = statistics.median(r.get(key, 0.0) for r in records)
         rest -= seconds
         table.add_row(text, f"{seconds:.3f}", f"{seconds / total:.0%}")
         result[key.removeprefix("time/") + "_s"] = round(seconds, 3)

@@ -88,6 +88,7 @@ class VLLMEngine:
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self._requests = 0
+        self._asleep = False
         self._sender = None
         on_cpu = not torch.cuda.is_available()
         options = {}
@@ -106,7 +107,7 @@ class VLLMEngine:
                 enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(16384, max_len)
             )
         else:
-            options |= dict(gpu_memory_utilization=gpu_frac)
+            options |= dict(gpu_memory_utilization=gpu_frac, enable_sleep_mode=True)
         args = AsyncEngineArgs(
             model=folder,
             dtype=dtype,
@@ -212,6 +213,14 @@ class VLLMEngine:
             raise EngineError("the vLLM engine has died; its own words stand above") from None
 
     # ------------------------------------------------------------------------------------------------ weights
+    def sleep(self) -> None:
+        """Leaves the device's memory to the update: weights and KV cache are dropped. The next push wakes the engine.
+
+        On CPU vLLM stops scheduling and keeps its memory.
+        """
+        self.run(self._answer(self.llm.sleep(level=2)))
+        self._asleep = True
+
     def push(self, module, version: int) -> None:
         """Streams all that `module.named_parameters()` gives (Hugging Face names) into the engine and resets its caches.
 
@@ -227,7 +236,13 @@ class VLLMEngine:
             self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(module))
         self._sender.source = ModuleSource(module)
         self.version = version
+        # Room for the weights first, the weights, and then, when the trainer's copies are gone, for the KV cache.
+        if self._asleep:
+            self.run(self._answer(self.llm.wake_up(["weights"])))
         self._sender.send_weights()
+        if self._asleep:
+            self.run(self._answer(self.llm.wake_up(["kv_cache"])))
+            self._asleep = False
         self.run(self._reset_caches())
 
     async def _reset_caches(self) -> None:

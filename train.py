@@ -215,6 +215,8 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
                 )
             )
             rows, left = valid_rows(cfg, trajectories)
+            baselines = greedy_scores(rollout, engine, samples, step, cfg) if cfg.advantage == "remax" else None
+            engine.sleep()  # until the weights are pushed
             clock.lap("time/rollout")
 
             # 3. what the models say of the batch: old and reference logprobs, values; nothing where none is needed
@@ -223,10 +225,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             clock.lap("time/annotate")
 
             # 4. advantages
-            baselines = greedy_scores(rollout, engine, samples, step, cfg) if cfg.advantage == "remax" else None
             metrics = learner.advantages(rows, baselines)
-            if baselines is not None:
-                clock.lap("time/baselines")
 
             # 5. pack into mini-batches and micro-batches, count response tokens over all ranks
             minibatches = learner.minibatches(rows, spare, step)

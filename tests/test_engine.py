@@ -154,7 +154,10 @@ def test_every_turn_equals_plain_transformers(vllm_engine, codec, policy, toy_da
             for p in lm.parameters():
                 p.add_(0.1 * p.std().nan_to_num() * torch.randn_like(p))
         assert worst(rows) > 1e-3, "the comparison can fail"
+        vllm_engine.sleep()
+        assert vllm_engine.run(vllm_engine.llm.is_sleeping())
         vllm_engine.push(lm, 2)
+        assert not vllm_engine.run(vllm_engine.llm.is_sleeping())
         rows, after = run(0)
         assert worst(rows) < 1e-5 and after > 0.9 * cold, "a push empties the prefix cache"
         assert worst(run(0)[0]) < 1e-5
