@@ -51,7 +51,9 @@ def boxes(text: str) -> list[str]:
     found, tail = [], after_thinking(text)
     opened: list[int] = []  # for each brace that is open: where its content begins if it is a box's, else -1
     newest = -1  # where the newest complete box began
-    for m in re.finditer(r"(\\f?boxed\s*)?\{|\}|\\.", tail, re.DOTALL):  # one pass; `\\.` takes escaped braces away
+    for m in re.finditer(
+        r"(\\(?:boxed|fbox)\s*)?\{|\}|\\.", tail, re.DOTALL
+    ):  # one pass; `\\.` takes escaped braces away
         if m[0].endswith("{") and not m[0].startswith(r"\{"):
             opened.append(m.end() if m[1] else -1)
         elif m[0] == "}" and opened:
@@ -218,7 +220,7 @@ def same_number(answer: str, truth: str) -> bool | None:
     """Whether two texts are the same number; None if one is no number, or their units differ and nobody knows better.
 
     A unit may be left out. So may a percent sign, except below 1: 0.5 means 50 %. Integers must be equal; other numbers
-    may differ by a millionth of the truth, since 1/3 is written 0.333333.
+    may differ by a millionth, since 1/3 is written 0.333333.
     """
     a, b = number(answer), number(truth)
     if a is None or b is None:
@@ -235,7 +237,7 @@ def same_number(answer: str, truth: str) -> bool | None:
 def _close(a: Fraction, b: Fraction, tolerance: Fraction = Fraction(1, 10**6)) -> bool:
     if a.denominator == b.denominator == 1:
         return a == b
-    return abs(a - b) <= tolerance * abs(b)
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
 _YES_NO = {"yes": True, "true": True, "no": False, "false": False}
@@ -361,8 +363,14 @@ def math_equal(answer: str | None, truth: str) -> bool | None:
     """
     if answer is None or not answer.strip() or len(answer) >= MAX_ANSWER_LEN:
         return False
-    if clean(answer) == clean(truth) or (plain(answer) == plain(truth) and re.fullmatch("[a-z ]{3,}", plain(truth))):
-        return True  # case does not matter to words, but x is not X, nor \\Delta \\delta
+    if clean(answer) == clean(truth):
+        return True
+    if plain(answer) == plain(truth):  # case does not matter to words, but x is not X, nor \\Delta \\delta
+        return (
+            bool(re.fullmatch("[a-z ]{3,}", plain(truth)))
+            or MATH.equal(answer, truth)
+            and _cased(answer) == _cased(truth)
+        )
     if all((n := number(text)) and (not n[1] or n[1] in _KNOWN_UNITS) for text in (answer, truth)):
         return bool(same_number(answer, truth))  # 5 cm is not 5 m; 2 xy is no number with a unit
     answer, truth = (re.sub(r"^\s*(?:\$|\\\(|\\\[)|(?:\$|\\\)|\\\])\s*$", "", text).strip() for text in (answer, truth))
@@ -372,6 +380,11 @@ def math_equal(answer: str | None, truth: str) -> bool | None:
         if re.search(r"[a-zA-Z]", name) and not re.fullmatch(r"\\?[a-zA-Z][\w']*(?:\([\w,.+-]*\))?", name):
             return False
     return MATH.equal(answer, truth)
+
+
+def _cased(text: str) -> str:
+    """The letters and digits of a math text, their case kept."""
+    return re.sub(r"\\(?:text|mathrm|left|right)\b|\W", "", text)
 
 
 # ---------------------------------------------------------------------------------------------------- search answers

@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import os
 import re
+import sys
 from collections.abc import Awaitable, Callable
 
 from answers import (
@@ -261,8 +262,9 @@ def load_function(spec: str) -> Callable:
     path, colon, name = spec.rpartition(":")
     if not colon or not os.path.isfile(path):
         raise ValueError(f"reward function {spec!r}: it must be 'file.py:name', and {path or spec!r} is no file")
-    module_spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
-    module = importlib.util.module_from_spec(module_spec)
+    module_name = "reward_fn_" + os.path.splitext(os.path.basename(path))[0]  # its own name might hide another module
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
         module_spec.loader.exec_module(module)
     except Exception as e:
