@@ -194,7 +194,7 @@ def number(text: str) -> tuple[Fraction, str] | None:
     if text.casefold() in _WORDS:
         return Fraction(_WORDS.index(text.casefold())), ""
     m = _NUMBER.fullmatch(text)
-    if not m:
+    if not m or re.match(r"[-+]?0\d", text):  # 007 is a name
         return None
     top, bottom = m["top"] or m["top2"] or m["top3"], m["bottom"] or m["bottom2"] or m["bottom3"]
     if top:
@@ -335,10 +335,12 @@ class MathChecker:
 def _serve_math(memory_mb: int, seconds: int) -> None:
     """The process: [truth, answer] a line in, true or false a line out, until the pipe closes."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no reply
     logging.disable(logging.WARNING)  # math-verify warns that its own time limit is off
     from math_verify import parse, verify
 
-    print("true", flush=True)
+    print("true", file=replies, flush=True)
     for line in sys.stdin.buffer:
         signal.alarm(seconds)  # ends this process if whoever should kill it is gone
         try:
@@ -347,7 +349,7 @@ def _serve_math(memory_mb: int, seconds: int) -> None:
         except Exception:  # sympy raises anything; memory is one of them
             equal = False
         signal.alarm(0)
-        print(json.dumps(equal), flush=True)
+        print(json.dumps(equal), file=replies, flush=True)
 
 
 MATH = MathChecker()

@@ -238,7 +238,8 @@ STYLES = {
 
 def quoted(text: str, limit: int = 4000) -> str:
     """`text` as one line of JSON that no chat template takes for a control token: `<` before a letter or bar is escaped."""
-    text = "".join(c for c in text[:limit] if c in "\n\t" or c.isprintable() or c.isspace())
+    # JSON escapes \n; the line ends of Unicode it leaves alone.
+    text = "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "" for c in text[:limit])
     return re.sub(r"<(?=[A-Za-z/|!｜])", r"\\u003c", json.dumps(text, ensure_ascii=False)).replace("[", "\\u005b")
 
 

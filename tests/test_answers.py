@@ -180,7 +180,8 @@ RIGHT, WRONG, ASK = True, False, None  # ASK: only a judge can tell
         # numbers
         ("5", "5", RIGHT),
         ("5.0", "5", RIGHT),
-        ("05", "5", RIGHT),
+        ("007", "7", ASK),  # a number or a name?
+        ("0.50", ".5", RIGHT),
         ("five", "5", RIGHT),
         ("Five", "five", RIGHT),
         ("two", "3", WRONG),
