@@ -525,13 +525,13 @@ def test_a_slow_judge_overlaps(codec):
             return True
 
     with FakeJudge(lambda body, n: ("slow", 1.0, "1")) as server:
-        without = min(step(Instant()) for _ in range(3))
-        with_judge = min(
-            step(judge_of(server.url)) for _ in range(3)
-        )  # each time a new judge: nothing cached, no connection
-        assert len(server.requests) == 3 * 64
-    print(f"without {without:.2f} s, with a judge of 1 s {with_judge:.2f} s")
-    assert with_judge - without < 1.5
+        added = []
+        while not added or (min(added) >= 1.5 and len(added) < 5):  # other programs may have the cores for a while
+            without = step(Instant())
+            added.append(step(judge_of(server.url)) - without)  # each time a new judge: nothing cached, no connection
+        assert len(server.requests) == 64 * len(added)
+    print(f"a judge of 1 s adds {min(added):.2f} s to {without:.2f} s")
+    assert min(added) < 1.5
 
 
 def test_no_verdict_is_no_reward_and_never_a_zero(codec):
