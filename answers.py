@@ -82,7 +82,7 @@ def format_error(text: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------- what the answer says
-_SUPERSCRIPTS = str.maketrans({c: f"^{d}" for c, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹", string.digits, strict=True)})
+_SUPERSCRIPTS = re.compile("[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _VULGAR = {ord(c): " " + unicodedata.normalize("NFKC", c).replace("⁄", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 
 
@@ -92,7 +92,8 @@ def clean(text: str) -> str:
     >>> clean("  ７½\\u200b km²\\n")
     '7 1/2 km^2'
     """
-    text = unicodedata.normalize("NFKC", text.translate(_SUPERSCRIPTS).translate(_VULGAR)).replace("−", "-")
+    text = _SUPERSCRIPTS.sub(r"^\g<0>", text).translate(_VULGAR)  # NFKC alone makes 10² 102, and 3½ 31/2
+    text = unicodedata.normalize("NFKC", text).replace("−", "-")
     text = "".join(c for c in text if c.isspace() or unicodedata.category(c)[0] != "C")
     return " ".join(text.split())
 

@@ -82,9 +82,10 @@ _TO_THE_JUDGE = re.compile(
 _ANNOUNCES = re.compile(
     "|".join(
         (
-            r"(?:my |the |a |here is the |here's the |here is my )?(?:thought process|thoughts?|thinking|reasoning"
-            r"(?: process)?|solution|analysis|explanation|answer|final answer|conclusion|response|result|step by step|step 1)",
-            r"(?:so|therefore|thus|okay|ok|sure|respuesta|solución|lösung|antwort|réponse|ответ|решение|答案|解|解答|かいせつ)",
+            r"(?:(?:my|the|a|here is the|here is my|here's the|here's my) )?(?:thought process|reasoning(?: process)?|solution"
+            r"|(?:final )?answer|step by step)",
+            r"(?:my|here is the|here is my|here's the|here's my) (?:thoughts?|thinking|analysis|explanation|conclusion|response)",
+            r"(?:so|therefore|thus|respuesta|solución|lösung|antwort|réponse|ответ|решение|答案|解|解答|かいせつ)",
             r"let(?:'s|’s| us| me) .{0,60}(?:think|solve|analy[sz]e|break|work|start|look|see|examine|reason)\b.{0,60}",
             r"to (?:solve|answer) (?:this|the) (?:problem|question|task).{0,60}",
             r"(?:i (?:think|believe|know|am sure|am certain) )?(?:that )?(?:(?:it|this|that|everything) )?(?:(?:is|are) )?"
@@ -132,7 +133,7 @@ def _copies(question: str, answer: str) -> bool:
     """Whether the answer is the question, with or without its options, or most of it, and adds nothing."""
     stem = re.split(r"\n|\(?\bA[.):]\s|\boptions?\s*:|\bchoices?\s*:", question, maxsplit=1)[0]
     said = " ".join(_words(answer))
-    for asked in (_words(question), _words(stem)):
+    for asked in (_words(question[:4000]), _words(stem[:4000])):
         if len(asked) < 4:
             continue
         whole = " ".join(asked)
@@ -304,6 +305,7 @@ class Server:
     url: str
     client: openai.AsyncOpenAI
     model: str = ""  # "" = not asked yet
+    naming: asyncio.Lock = field(default_factory=asyncio.Lock)  # of who asks
     inflight: int = 0
     failures: int = 0  # in a row
     rest_until: float = 0.0  # after a failure others are preferred for a while
@@ -361,8 +363,8 @@ class Judge:
         api_key: str = "none",
         max_concurrency: int = 64,
         timeout: float = 60.0,  # seconds per call
-        tries: int = 4,
-        pause: float = 0.5,  # seconds before the second try
+        tries: int = 6,
+        pause: float = 1.0,  # seconds before the second try, doubled each time: half a minute over six
         extra_body: dict | None = None,
         cache_size: int = 200_000,
         sample_size: int = 16,  # pairs kept between two `take`s
@@ -469,7 +471,7 @@ class Judge:
                 self.tally.counts["retries"] += 1
             now = time.monotonic()
             server = min(willing, key=lambda s: (s.rest_until > now, s.inflight, random.random()))
-            wait = self.pause * 2**attempt * random.uniform(0.5, 1.5)
+            wait = min(30.0, self.pause * 2**attempt) * random.uniform(0.5, 1.5)
             server.inflight += 1
             self.tally.counts["calls"] += 1
             try:
@@ -507,11 +509,12 @@ class Judge:
 
     async def _call(self, server: Server, chat: list[dict]):
         """One request; the server's model is asked for before the first."""
-        if not server.model:
-            listed = (await server.client.models.list()).data
-            if not listed:
-                raise JudgeError("the server lists no model")
-            server.model = listed[0].id
+        async with server.naming:
+            if not server.model:
+                listed = (await server.client.models.list()).data
+                if not listed:
+                    raise JudgeError("the server lists no model")
+                server.model = listed[0].id
         return await server.client.chat.completions.create(
             model=server.model,
             messages=chat,

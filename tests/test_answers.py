@@ -200,6 +200,8 @@ RIGHT, WRONG, ASK = True, False, None  # ASK: only a judge can tell
         ("1/3", "0.333333", RIGHT),
         ("1/0", "1", ASK),
         ("10²", "100", RIGHT),
+        ("1.5 × 10¹²", "1.5e12", RIGHT),
+        ("10⁻²", "0.01", RIGHT),
         ("10²", "102", WRONG),  # a square, not a digit
         ("50%", "50 %", RIGHT),
         ("50%", "0.5", RIGHT),
@@ -351,8 +353,8 @@ def test_words_of_search_answers(answer, truth, em, f1):
     assert token_f1(answer, truth) == pytest.approx(f1)
 
 
-@pytest.mark.parametrize("text", ["a" * ONE_MB, "$" * ONE_MB, "<answer>" * 99_999, "{" * ONE_MB, "\\boxed{" * 99_999 + "}" * 99_999,
-                                  " A" * 500_000, "1," * 500_000, "\u200b" * ONE_MB, "𝟝" * 200_000, "((" * 400_000])  # fmt: skip
+@pytest.mark.parametrize("text", ["a" * ONE_MB, "$" * ONE_MB, "<answer>" * 99_999, "{" * ONE_MB,
+                                  "\\boxed{" * 99_999 + "}" * 99_999, " A" * 500_000, "1," * 500_000, "\u200b" * ONE_MB, "𝟝" * 200_000, "((" * 400_000])  # fmt: skip
 def test_a_megabyte_takes_no_time(text):
     start = time.perf_counter()
     assert rule_verdict(text, "5") is False

@@ -110,7 +110,7 @@ def test_question_of_a_row_without_one():
         (rf"{THINK}\boxed{{the force}}", "friction", True, 1.2),
         (rf"{THINK}\boxed{{the force}}", "friction", False, 0.0),
         (rf"{THINK}\boxed{{the force}}", "friction", None, None),
-        (rf"<think>\boxed{{4}}", "4", None, 0.8),  # right, but the thought never ends
+        (r"<think>\boxed{4}", "4", None, 0.8),  # right, but the thought never ends
         (rf"{THINK}\boxed{{3}} or \boxed{{4}}", "4", None, 0.8),  # two answers: the last counts, and it is bad form
         (rf"{THINK}\boxed{{4}}, again: \boxed{{4}}", "4", None, 1.2),
         (rf"{THINK}4", "4", None, -0.4),
