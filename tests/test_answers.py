@@ -353,8 +353,11 @@ def test_words_of_search_answers(answer, truth, em, f1):
     assert token_f1(answer, truth) == pytest.approx(f1)
 
 
-@pytest.mark.parametrize("text", ["a" * ONE_MB, "$" * ONE_MB, "<answer>" * 99_999, "{" * ONE_MB,
-                                  "\\boxed{" * 99_999 + "}" * 99_999, " A" * 500_000, "1," * 500_000, "\u200b" * ONE_MB, "𝟝" * 200_000, "((" * 400_000])  # fmt: skip
+HUGE = ["a" * ONE_MB, "$" * ONE_MB, "{" * ONE_MB, "\u200b" * ONE_MB, " A" * 500_000, "1," * 500_000, "((" * 400_000]
+HUGE += ["<answer>" * 99_999, "\\boxed{" * 99_999 + "}" * 99_999, "𝟝" * 200_000]
+
+
+@pytest.mark.parametrize("text", HUGE, ids=lambda text: text[:8])
 def test_a_megabyte_takes_no_time(text):
     start = time.perf_counter()
     assert rule_verdict(text, "5") is False

@@ -46,6 +46,7 @@ def reward(t, judge=None, **kwargs):
         ([CALL, f"{THINK}<answer>Red.</answer>"], [EXECUTED], 2.0, 1, 0, 1),
         ([CALL, f"{THINK}<answer>red</answer>"], [FAILED], 0.8, 1, 0, 0),  # the call failed
         ([CALL, f"{THINK}<answer>red</answer>"], [{**EXECUTED, "num_images": 0}], 0.8, 1, 0, 0),  # no image came back
+        ([CALL, f"{THINK}<answer>red</answer>"], [{**FAILED, "num_images": 1}], 0.8, 1, 0, 0),  # of the error, say
         ([CALL, CALL, f"{THINK}<answer>red</answer>"], [FAILED, {**EXECUTED, "turn": 1}], 2.0, 1, 0, 1),
         ([CALL, f"{THINK}<answer></answer>"], [EXECUTED], 0.0, 0, 0, 0),  # a tool without a right answer
         ([f"{THINK}red"], [], 0.0, 0, 0, 0),
@@ -56,6 +57,7 @@ def reward(t, judge=None, **kwargs):
         # The image came, but nobody has looked at it: the answer was there before.
         ([f"{CALL}<answer>red</answer>"], [EXECUTED], 0.8, 1, 0, 0),
         ([f"{CALL}<answer>red</answer>", f"{THINK}hm"], [EXECUTED], 0.0, 0, 0, 0),
+        ([f"{CALL}<answer>red</answer>", "hm"], [EXECUTED], 0.0, 0, 0, 0),
         ([], [], 0.0, 0, 0, 0),
     ],
 )
