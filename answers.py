@@ -278,16 +278,18 @@ def rule_verdict(answer: str | None, truth: str) -> bool | None:
 
 # ---------------------------------------------------------------------------------------------------- math
 class MathChecker:
-    """Compares math answers by math-verify in processes of their own, each answer under a time limit.
+    """Compares math answers by math-verify in processes of their own, each answer under a limit of processor time.
 
     sympy may run for hours or eat all memory on a short text that the policy is free to write, and math-verify's own limit
     is a signal, which only a main thread can have. So this file runs as a script, started when first needed (neither
-    forked, vLLM's threads are here, nor spawned by multiprocessing, which would import the main script again); whoever
-    misses the limit is killed. Thread-safe: at most `num` processes, a thread waits while all are busy.
+    forked, vLLM's threads are here, nor spawned by multiprocessing, which would import the main script again). It ends
+    itself after `limit` seconds of processor time (on a machine that does other things a right answer must not become a
+    wrong one), and is killed after `patience` times as many by the clock. Thread-safe: at most `num` processes, a thread
+    waits while all are busy.
     """
 
-    def __init__(self, num: int = 2, limit: float = 3.0, start_limit: float = 60.0, memory_mb: int = 2048):
-        self.limit, self.start_limit, self.memory_mb = limit, start_limit, memory_mb
+    def __init__(self, num: int = 2, limit: float = 3.0, patience: int = 20, memory_mb: int = 2048):
+        self.limit, self.patience, self.memory_mb = limit, patience, memory_mb
         self.idle: queue.LifoQueue = queue.LifoQueue()  # processes, or None for one that may be started
         for _ in range(num):
             self.idle.put(None)
@@ -300,7 +302,7 @@ class MathChecker:
                 worker = self._start()
             worker.stdin.write(json.dumps([truth, answer]).encode() + b"\n")
             worker.stdin.flush()
-            reply = self._read(worker, self.limit)
+            reply = self._read(worker, self.limit * self.patience)
             if reply is None:
                 worker.kill()
                 worker.wait()
@@ -314,13 +316,13 @@ class MathChecker:
 
     def _start(self) -> subprocess.Popen:
         worker = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__), str(self.memory_mb), str(int(self.limit) + 5)],
+            [sys.executable, os.path.abspath(__file__), str(self.memory_mb), str(self.limit)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the run, which ends this one by its pipe
         )
-        if self._read(worker, self.start_limit) is not True:
+        if self._read(worker, 120.0) is not True:
             worker.kill()
             raise RuntimeError("the math checker does not start; does `python -c 'import math_verify'` work?")
         return worker
@@ -333,7 +335,7 @@ class MathChecker:
         return json.loads(line) if line else None
 
 
-def _serve_math(memory_mb: int, seconds: int) -> None:
+def _serve_math(memory_mb: int, limit: float) -> None:
     """The process: [truth, answer] a line in, true or false a line out, until the pipe closes."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20,) * 2)
     replies = os.fdopen(os.dup(1), "w")
@@ -343,13 +345,13 @@ def _serve_math(memory_mb: int, seconds: int) -> None:
 
     print("true", file=replies, flush=True)
     for line in sys.stdin.buffer:
-        signal.alarm(seconds)  # ends this process if whoever should kill it is gone
+        signal.setitimer(signal.ITIMER_PROF, limit)  # SIGPROF, unhandled, ends the process wherever it is
         try:
             truth, answer = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             equal = bool(verify(truth, answer, timeout_seconds=None))
         except Exception:  # sympy raises anything; memory is one of them
             equal = False
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(equal), file=replies, flush=True)
 
 
@@ -416,4 +418,4 @@ def token_f1(answer: str, truth: str) -> float:
 
 
 if __name__ == "__main__":
-    _serve_math(int(sys.argv[1]), int(sys.argv[2]))
+    _serve_math(int(sys.argv[1]), float(sys.argv[2]))

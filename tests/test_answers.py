@@ -1,6 +1,7 @@
 r"""Answers: a table of texts with the verdict that a careful person gives, and what a hostile text may cost."""
 
 import os
+import signal
 import threading
 import time
 
@@ -359,13 +360,16 @@ HUGE += ["<answer>" * 99_999, "\\boxed{" * 99_999 + "}" * 99_999, "𝟝" * 200_0
 
 @pytest.mark.parametrize("text", HUGE, ids=lambda text: text[:8])
 def test_a_megabyte_takes_no_time(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert rule_verdict(text, "5") is False
     assert math_equal(text, "5") is False
     last_answer(text), last_boxed(text), format_error(text), number(text)
     assert rule_verdict(text[:999], "B") is not True
     several_choices(text[:999])
-    assert time.perf_counter() - start < 3  # a quarter of a second; the bound is for a machine that does other things
+    assert time.thread_time() - start < 3  # a quarter of a second here
+
+
+RUNAWAY = ["9^{9^{9^{9}}}-9^{9^{9^{8}}}", "(x+1)^{99999}", "100000000!", r"\int_0^1 x^{x^{x^x}} dx"]
 
 
 def test_runaway_math_is_killed_and_the_next_one_works():
@@ -373,19 +377,23 @@ def test_runaway_math_is_killed_and_the_next_one_works():
     checker, results = MathChecker(num=1, limit=0.5), []
 
     def check():
-        assert checker.equal("5", "5") is True  # the process has started
-        process = checker.idle.get_nowait()
-        checker.idle.put(process)
-        start = time.perf_counter()
-        results.append(checker.equal("9^{9^{9^{9}}}-9^{9^{9^{8}}}", "5"))
-        results.append(time.perf_counter() - start < 5)
-        results.append(checker.equal(r"\frac{2}{4}", "0.5"))
-        results.append(process.poll() is not None)
+        for text in RUNAWAY:
+            results.append((checker.equal(text, "5"), checker.equal(r"\frac{2}{4}", "0.5")))
 
     thread = threading.Thread(target=check)
     thread.start()
-    thread.join(60)
-    assert results in ([None, True, True, True], [False, True, True, False])
+    thread.join(120)
+    assert results == [(None, True)] * len(RUNAWAY)
+
+
+def test_a_math_process_that_hangs_without_working_is_killed_by_the_clock():
+    checker = MathChecker(num=1, limit=0.5, patience=4)
+    assert checker.equal("5", "5") is True
+    process = checker.idle.get_nowait()
+    os.kill(process.pid, signal.SIGSTOP)
+    checker.idle.put(process)
+    assert checker.equal("5", "5") is None and process.returncode == -signal.SIGKILL
+    assert checker.equal("5", "5") is True
 
 
 def test_a_math_process_that_dies_is_replaced():

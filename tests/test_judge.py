@@ -176,9 +176,9 @@ def test_refusals_do_not_hang():
         "let's " * 166,
         "the answer is " * 71,
     ):
-        start = time.perf_counter()
+        start = time.thread_time()
         refusal("What? " * 600, "a", text[:999])
-        assert time.perf_counter() - start < 0.5
+        assert time.thread_time() - start < 0.5
 
 
 # ---------------------------------------------------------------------------------------------------- what it is told
