@@ -22,7 +22,7 @@ import random
 import re
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -374,7 +374,7 @@ class Judge:
             raise JudgeError("no judge's address; LLM_AS_A_JUDGE_BASE is http://host:port/v1, or several with commas")
         self.model, self.api_key, self.max_concurrency = model, api_key, max_concurrency
         self.timeout, self.tries, self.pause, self.extra_body = timeout, tries, pause, dict(extra_body or {})
-        self.cache: OrderedDict[bytes, tuple[bool, float | None]] = OrderedDict()
+        self.cache: dict[bytes, tuple[bool, float | None]] = {}
         self.cache_size, self.sample_size = cache_size, sample_size
         self.nonce = secrets.token_hex(8)
         self.tally = Tally()
@@ -425,7 +425,6 @@ class Judge:
             return False
         key = hashlib.sha256(json.dumps([style, question, truth, clean(answer)]).encode()).digest()
         if key in self.cache:
-            self.cache.move_to_end(key)
             (verdict, probability), why = self.cache[key], "cache"
             self.tally.counts["cached"] += 1
         else:
@@ -447,7 +446,7 @@ class Judge:
             return  # no verdict is asked for again
         self.cache[key] = task.result()[:2]
         if len(self.cache) > self.cache_size:
-            self.cache.popitem(last=False)
+            del self.cache[next(iter(self.cache))]  # the oldest
 
     def _keep(self, pair: Pair) -> None:
         """Reservoir sampling: each pair since the last `take` is kept with the same probability."""
