@@ -90,10 +90,21 @@ class Config:
     critic_lr: float = 1e-5
     critic_warmup_steps: int = 0  # steps in which the critic learns alone
     value_clip: float = 0.5  # how far a value may move from the one that made the returns, as a clipped loss
-    # reward weights (DeepEyes: 0.8 acc + 0.2 format + 1.2 tool-and-right)
-    acc_weight: float = 0.8
-    format_weight: float = 0.2
-    tool_weight: float = 1.2
+    # reward and judge
+    reward_fn: str = ""  # "file.py:name" takes the place of reward.REWARDS for every data_source
+    reward_kwargs: dict = field(default_factory=dict)  # {data_source: {argument: value}}: weights and variants
+    judge_model: str = ""  # "" = the first model that each server of LLM_AS_A_JUDGE_BASE lists
+    judge_concurrency: int = 64  # calls in flight per rank
+    judge_timeout: float = 60.0  # seconds per call
+    judge_tries: int = 6  # calls per question, over all servers; pauses of 1, 2, 4, ... seconds between them
+    judge_extra_body: dict = field(default_factory=dict)  # into every request, such as Qwen3's enable_thinking
+    max_judge_fail_frac: float = 0.1  # share of a step's questions without a verdict, past which the run stops
+    overlong_buffer: int = (
+        0  # the last so many tokens of max_response_len cost up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 = off
+    )
+    refill_rounds: int = (
+        0  # groups with equal rewards are dropped and drawn anew, so many times (DAPO's dynamic sampling)
+    )
     # update
     steps: int = 80
     lr: float = 1e-6
@@ -240,6 +251,8 @@ def _check(cfg: Config) -> None:
     ):
         if getattr(cfg, name) < 1:
             raise ConfigError(f"{name} must be at least 1, but is {getattr(cfg, name)}")
+    if cfg.refill_rounds and cfg.advantage == "remax":
+        raise ConfigError("refill_rounds drops groups with equal rewards; remax has no groups to compare in")
     if cfg.kl_target and not cfg.kl_reward_coef:
         raise ConfigError("kl_target adapts kl_reward_coef, which is 0: give it a value to start from")
     if not cfg.model:

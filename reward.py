@@ -90,6 +90,15 @@ def _decided(
     return judged() if verdict is None else total(float(verdict), False)
 
 
+def overlong(response_len: int, max_response_len: int, buffer: int) -> float:
+    """DAPO's soft punishment of length (arXiv:2503.14476, eq. 13): 0 up to `buffer` tokens before the limit, then down to -1.
+
+    >>> [overlong(n, 100, 20) for n in (80, 85, 100)]
+    [0.0, -0.25, -1.0]
+    """
+    return -min(1.0, max(0.0, response_len - (max_response_len - buffer)) / buffer)
+
+
 def toy_zoom(trajectory, *, acc_weight: float = 0.8, format_weight: float = 0.2, tool_weight: float = 1.2) -> dict:
     """`visual_search`'s sum with a rule instead of a judge: the answer must be the ground truth, letter for letter.
 

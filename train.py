@@ -10,7 +10,9 @@ count  6. update  7. push the weights to the engine  8. log, and once in a while
 learner.py under the same numbers; which of them do any work is the objective's affair, and the objective is configuration.
 """
 
+import dataclasses
 import fcntl
+import inspect
 import itertools
 import math
 import os
@@ -38,10 +40,11 @@ import torch
 import checkpoint
 from data import Codec, DataError, ImageRules, ParquetData
 from engine import EngineError, VLLMEngine
+from judge import Judge, JudgeError
 from learner import Learner, ParityError, filler
 from model import save_hf
 from report import Report, memory_mb
-from reward import reward_function
+from reward import overlong, reward_function
 from rollout import Rollout, RolloutLimits, Trajectory, reasons_left, rollout_metrics
 from tools import ToolBase
 
@@ -60,14 +63,26 @@ def prepare_data(cfg: Config) -> None:
                 subprocess.run([sys.executable, *shlex.split(cfg.prepare)], check=True)
 
 
-def check_data(data: ParquetData) -> None:
-    """Every row's tool and reward must exist, or the run would stop in the middle. Raises DataError naming a row."""
-    for column, find in (("env_name", lambda name: name and ToolBase.create(name)), ("data_source", reward_function)):
-        for value, where in data.first_rows(column).items():
-            try:
-                find(data.env_name if column == "env_name" and data.env_name is not None else value)
-            except ValueError as e:
-                raise DataError(f"{where}: {e}") from None
+def find_rewards(cfg: Config, files: list[ParquetData], judge: Judge | None) -> dict:
+    """{data_source: reward function} of every row. A tool or reward that does not exist would stop the run in the middle:
+    raises DataError naming a row instead."""
+    found = {}
+
+    def find_tool(name: str) -> None:
+        if name:
+            ToolBase.create(name)
+
+    def find_reward(source: str) -> None:
+        found[source] = reward_function(source, cfg.reward_fn, cfg.reward_kwargs.get(source), judge)
+
+    for data in files:
+        for column, find in (("env_name", find_tool), ("data_source", find_reward)):
+            for value, where in data.first_rows(column).items():
+                try:
+                    find(data.env_name if column == "env_name" and data.env_name is not None else value)
+                except ValueError as e:
+                    raise DataError(f"{where}: {e}") from None
+    return found
 
 
 class RolloutError(Exception):
@@ -85,13 +100,51 @@ def evaluate(
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
 
 
-def greedy_scores(rollout: Rollout, engine: VLLMEngine, samples: list, step: int, cfg: Config) -> dict[int, float]:
-    """ReMax's baselines: the reward of one greedy trajectory per prompt, by group number; NaN where it has none."""
-    first = step * cfg.prompts_per_step
-    take = lambda: dist.take(f"greedy of step {step}")  # noqa: E731
-    greedy = engine.run(rollout.run(samples, 1, 0.0, take=take, first_group=first))
-    scores = {t.group_id: math.nan if t.reward_parts["score"] is None else t.reward for t in greedy}
-    return {group: score for part in dist.gather(scores) for group, score in part.items()}
+def roll_out(cfg: Config, rollout: Rollout, engine: VLLMEngine, stream, step: int, rows_drawn: int, report: Report):
+    """Steps 1 and 2: (all trajectories, those to learn from, greedy baselines, rows drawn so far).
+
+    With `refill_rounds` groups whose rewards are all equal, which teach nothing, are drawn anew; the last round stays as
+    it is. ReMax takes one greedy trajectory per prompt as well.
+    """
+    everything, kept, baselines = [], [], {}
+    for round_ in range(1 + cfg.refill_rounds):
+        missing = cfg.prompts_per_step - int(dist.total(len({t.group_id for t in kept})))
+        if missing <= 0:
+            break
+        samples = [next(stream) for _ in range(missing)]  # the same on every rank, which takes of them
+        take = lambda what: lambda: dist.take(f"{what} of step {step} round {round_}")  # noqa: E731, B023
+        shown = dict(on_end=report.tick, heartbeat=report.note)
+        new = engine.run(
+            rollout.run(samples, cfg.group_size, cfg.temperature, take=take("groups"), first_group=rows_drawn, **shown)
+        )
+        if cfg.advantage == "remax":
+            greedy = engine.run(rollout.run(samples, 1, 0.0, take=take("greedy"), first_group=rows_drawn))
+            scores = {t.group_id: math.nan if t.reward_parts["score"] is None else t.reward for t in greedy}
+            baselines = {group: score for part in dist.gather(scores) for group, score in part.items()}
+        rows_drawn += missing
+        everything += new
+        if round_ < cfg.refill_rounds:
+            rewards: dict[int, set] = {}
+            for t in new:
+                if t.reward_parts["score"] is not None:
+                    rewards.setdefault(t.group_id, set()).add(t.reward)
+            new = [t for t in new if len(rewards.get(t.group_id, ())) > 1]
+        kept += new
+    return everything, kept, baselines, rows_drawn
+
+
+def judge_metrics(cfg: Config, judge: Judge | None) -> dict:
+    """What the judge did since the last call, with a sample of the pairs it judged. Too many failures stop the run."""
+    if judge is None:
+        return {}
+    tally = judge.take()
+    metrics = dist.merge_means(tally.sums())
+    if metrics.get("judge/fail_frac", 0.0) > cfg.max_judge_fail_frac:
+        errors = sum(dist.gather(tally.errors), Counter())
+        told = "; ".join(f"{n} x {error}" for error, n in errors.most_common(3))
+        raise RolloutError(f"the judge gave no verdict on {metrics['judge/fail_frac']:.0%} of its questions: {told}")
+    pairs = [dataclasses.asdict(p) for p in tally.pairs]
+    return metrics | ({"judge/pairs": pairs} if pairs else {})
 
 
 def max_inflight(cfg: Config) -> int:
@@ -121,7 +174,7 @@ def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
     )
 
 
-def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
+def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine, rewards: dict) -> Rollout:
     """The multi-turn loop with its image rules, limits, tools and reward, as the config says."""
     factor = codec.patch_size * codec.merge_size if codec.has_vision else 1
     limits = RolloutLimits(
@@ -135,13 +188,22 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
         trajectory_timeout=cfg.trajectory_timeout,
     )
     frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
-    weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
+
+    def reward(t: Trajectory):
+        found = rewards[t.sample.data_source](t)
+        return with_length(t, found) if cfg.overlong_buffer else found
+
+    async def with_length(t: Trajectory, found) -> dict:
+        parts = dict(await found if inspect.isawaitable(found) else found)
+        parts["overlong"] = overlong(t.response_len, cfg.max_response_len, cfg.overlong_buffer)
+        return parts | ({} if parts["score"] is None else {"score": parts["score"] + parts["overlong"]})
+
     return Rollout(
         engine,
         codec,
         ImageRules(factor, cfg.min_pixels, cfg.max_pixels, cfg.resampling),
         limits,
-        reward=lambda t: reward_function(t.sample.data_source)(t, **weights),
+        reward=reward,
         tool_kwargs={name: {"box_frame": frame} | cfg.tool_kwargs.get(name, {}) for name in ToolBase.registry},
         seed=cfg.seed << 20,
         max_inflight=max_inflight(cfg),
@@ -171,15 +233,26 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
     codec = Codec(cfg.model)
     data = ParquetData(cfg.train_files, cfg.env_name)
     eval_data = ParquetData(cfg.eval_files, cfg.env_name) if cfg.eval_files else None
-    check_data(data)
-    if eval_data:
-        check_data(eval_data)
+    judge = Judge.from_env(
+        model=cfg.judge_model,
+        max_concurrency=cfg.judge_concurrency,
+        timeout=cfg.judge_timeout,
+        tries=cfg.judge_tries,
+        extra_body=cfg.judge_extra_body,
+    )
+    rewards = find_rewards(cfg, [data, eval_data] if eval_data else [data], judge)
+    if not any(f.needs_judge for f in rewards.values()):
+        judge = None
     engine, report = start_engine(cfg, codec), None
     try:
         dist.init()
-        learner, rollout = Learner(cfg, codec), make_rollout(cfg, codec, engine)
+        learner, rollout = Learner(cfg, codec), make_rollout(cfg, codec, engine, rewards)
         path = checkpoint.find(cfg)
         start = checkpoint.load(path, learner) if path else {"step": 0, "rows_drawn": 0, "log_position": 0}
+        if judge:
+            told = engine.run(judge.check())  # on the loop of the rollout: its connections live there
+            if dist.IS_MAIN:
+                print(told, flush=True)
         first_rows = list(itertools.islice(data, 64))
         probe_prompt = rollout.prepare(next((s for s in first_rows if s.images), first_rows[0]))
         engine.push(learner.policy.weights(), start["step"])
@@ -201,21 +274,9 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             clock = Clock()
 
             # 1. roll out, 2. reward
-            samples = [next(stream) for _ in range(cfg.prompts_per_step)]  # the same on every rank, which takes of them
-            rows_drawn += len(samples)
-            trajectories = engine.run(
-                rollout.run(
-                    samples,
-                    cfg.group_size,
-                    cfg.temperature,
-                    take=lambda: dist.take(f"step {step}"),  # noqa: B023 - used within this very step
-                    first_group=step * cfg.prompts_per_step,
-                    on_end=report.tick,
-                    heartbeat=report.note,
-                )
-            )
-            rows, left = valid_rows(cfg, trajectories)
-            baselines = greedy_scores(rollout, engine, samples, step, cfg) if cfg.advantage == "remax" else None
+            trajectories, kept, baselines, rows_drawn = roll_out(cfg, rollout, engine, stream, step, rows_drawn, report)
+            judged = judge_metrics(cfg, judge)
+            rows, left = valid_rows(cfg, kept)
             engine.sleep()  # until the weights are pushed
             clock.lap("time/rollout")
 
@@ -225,7 +286,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             clock.lap("time/annotate")
 
             # 4. advantages
-            metrics = learner.advantages(rows, baselines)
+            metrics = judged | learner.advantages(rows, baselines)
 
             # 5. pack into mini-batches and micro-batches, count response tokens over all ranks
             minibatches = learner.minibatches(rows, spare, step)
@@ -253,6 +314,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
                 report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, step + 1)})
+                judge_metrics(cfg, judge)  # the evaluation's own; a judge that fails stops here too
             if cfg.save_every and (last or (step + 1) % cfg.save_every == 0):
                 position = report.position
                 checkpoint.save(cfg, learner, step=step + 1, rows_drawn=rows_drawn, log_position=position)
@@ -261,6 +323,8 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
     finally:
         if report:
             report.close()
+        if judge:
+            engine.run(judge.close())
         engine.close()
         dist.finish()
 
@@ -283,7 +347,15 @@ class Clock:
 if __name__ == "__main__":
     try:
         train(CONFIG, check_only="--check" in sys.argv)
-    except (ConfigError, DataError, EngineError, RolloutError, ParityError, checkpoint.CheckpointError) as e:
+    except (
+        ConfigError,
+        DataError,
+        EngineError,
+        RolloutError,
+        ParityError,
+        JudgeError,
+        checkpoint.CheckpointError,
+    ) as e:
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+import types
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from reward import toy_zoom
 from rollout import Rollout, RolloutLimits, Trajectory, rollout_metrics
 from tools import ToolBase, ToolError
 from toy import answer_text, call_text
-from train import RolloutError, valid_rows
+from train import RolloutError, roll_out, valid_rows
 
 LIMITS = RolloutLimits(
     max_prompt_len=100,
@@ -501,6 +502,29 @@ def test_trajectories_leave_the_batch_with_a_reason_or_stop_the_run(codec):
     cfg = dataclasses.replace(cfg, max_invalid_frac=0.4)
     with pytest.raises(RolloutError, match="4 of 8 trajectories left the batch: 2 x no reward; 2 x reward: KeyError"):
         valid_rows(cfg, good + unknown + broken)
+
+
+def test_groups_with_equal_rewards_are_drawn_anew(codec):
+    """Two prompts wanted; of the first two groups one is equal: a third is drawn in its place, and no fourth."""
+
+    class Engine(ScriptedEngine):
+        run = staticmethod(asyncio.run)
+
+    scores = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [2.0, 0.0]}
+    rollout = Rollout(
+        Engine(codec, ["a"] * 20), codec, RULES, LIMITS, lambda t: {"score": scores[t.group_id].pop()}, {}, seed=0
+    )
+    stream = itertools.repeat(sample(env=""))
+    report = types.SimpleNamespace(tick=None, note=None)
+    cfg = Config(prompts_per_step=2, group_size=2, refill_rounds=3)
+    everything, kept, _, drawn = roll_out(cfg, rollout, rollout.engine, stream, 7, 0, report)
+    assert drawn == 3 and sorted(t.group_id for t in everything) == [0, 0, 1, 1, 2, 2]
+    assert sorted(t.group_id for t in kept) == [1, 1, 2, 2]
+    # The last round is kept as it is: the batch does not run short.
+    scores |= {3: [1.0, 1.0], 4: [0.0, 1.0], 5: [1.0, 1.0]}
+    cfg = dataclasses.replace(cfg, refill_rounds=1)
+    everything, kept, _, drawn = roll_out(cfg, rollout, rollout.engine, stream, 8, drawn, report)
+    assert drawn == 6 and sorted(t.group_id for t in kept) == [4, 4, 5, 5] and len(everything) == 6
 
 
 def test_rewards_overlap(codec):
