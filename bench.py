@@ -464,7 +464,7 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
     from vllm.v1.core.sched.scheduler import Scheduler
 
     import toy
-    from data import Codec, ImageRules, parse_row
+    from data import Codec, parse_row
     from engine import VLLMEngine
     from rollout import Rollout, RolloutLimits
     from tools import ToolBase
@@ -529,7 +529,7 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
     rows = toy.make_rows(len(lengths), 0, "bench")
     samples = [parse_row(row, f"row {i}", env_name="bench_tool") for i, row in enumerate(rows)]
     limits = RolloutLimits(64, 8000, 1000, max_turns, max_turns + 1, 3, 60, 600)
-    rules = ImageRules(28, toy.VIEW**2, toy.VIEW**2, "box")
+    rules = toy.RULES
     tool_kwargs = {"bench_tool": {"seconds": itertools.repeat(0.0)}}
     rollout = Rollout(
         engine, codec, rules, limits, lambda t: {"score": 0.0}, tool_kwargs, seed=0, max_inflight=inflight

@@ -41,7 +41,7 @@ CANVAS, VIEW = 672, 112  # sides of the original and of the model's view
 SCALE = CANVAS // VIEW  # 6: one view pixel averages a 6 x 6 block
 CELL = 28  # one visual token covers 28 x 28 view pixels
 BOX_STEP = 4  # the base model writes box numbers in multiples of 4 view pixels
-RULES = ImageRules(factor=28, min_pixels=VIEW * VIEW, max_pixels=VIEW * VIEW, resampling="box")  # = configs/toy.py
+RULES = ImageRules(factor=28, min_pixels=VIEW * VIEW, max_pixels=(VIEW + 1) ** 2, resampling="box")  # = configs/toy.py
 COLORS = {
     "red": (220, 40, 40),
     "green": (40, 170, 60),

@@ -12,8 +12,9 @@ prepare = "toy.py data out/toy/data"  # run once, if the files are missing
 out_dir = "out/toy"
 
 # The picture is 672 x 672, the view 112 x 112 (16 tokens) by averaging 6 x 6 blocks; crops are shown at about 16 tokens.
+# (113: the size rule divides by a rounded root, and at 112 many a crop would fall just short of it and be shown at 84.)
 min_pixels = 112 * 112
-max_pixels = 112 * 112
+max_pixels = 113 * 113
 resampling = "box"
 
 prompts_per_step = 16
