@@ -54,7 +54,6 @@ from rollout import Rollout, RolloutLimits, Trajectory, reasons_left, rollout_me
 from tools import ToolBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BOX_FRAMES = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}  # how each family was taught
 
 
 def prepare_data(cfg: Config) -> None:
@@ -227,7 +226,7 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine) -> Rollout:
         tool_timeout=cfg.tool_timeout,
         trajectory_timeout=cfg.trajectory_timeout,
     )
-    frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
+    frame = codec.box_frame if cfg.box_frame == "auto" else cfg.box_frame
     weights = dict(acc_weight=cfg.acc_weight, format_weight=cfg.format_weight, tool_weight=cfg.tool_weight)
     return Rollout(
         engine,

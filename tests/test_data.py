@@ -3,6 +3,7 @@
 import io
 import os
 
+import families
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -203,9 +204,8 @@ def test_the_layout_of_a_packed_row(codec):
     assert pack_rows(rows[1:2], codec).pixel_values is None
 
 
-def test_a_text_only_model_gets_one_row_of_positions(codec):
-    text_codec = Codec.__new__(Codec)
-    text_codec.has_vision = False
+def test_a_text_only_model_gets_one_row_of_positions(codec, tmp_path):
+    text_codec = Codec(families.write_folder("qwen3", str(tmp_path)))
     batch = pack_rows([Row(codec, [4, 5], [], [6]), Row(codec, [4], [], [6])], text_codec)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
 
@@ -288,7 +288,10 @@ def qwen(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("qwen"))
     tokenizer = AutoTokenizer.from_pretrained(source)
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": 151936},
+        text_config={
+            "vocab_size": 151936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
         image_token_id=151655,
         vision_start_token_id=151652,
         vision_end_token_id=151653,
