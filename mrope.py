@@ -10,6 +10,7 @@ equal transformers' `get_rope_index` (tests/test_mrope.py).
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 NO_TOKEN = -1  # the id of a pad that a model does not have
@@ -57,58 +58,69 @@ def rope_positions(
     ...                torch.tensor([[1, 4, 6]])).tolist()
     [[0, 1, 1, 1, 1, 1, 1, 4], [0, 1, 1, 1, 2, 2, 2, 4], [0, 1, 2, 3, 1, 2, 3, 4]]
     """
-    interval = 1.0 if rules.tokens_per_second is None else float(rules.tokens_per_second)
-    if rules.tokens_per_second is not None and video_seconds is not None:
-        interval = interval * video_seconds.float()  # (videos,)
-    advance = torch.ones_like(tokens)  # how far each token moves the start of what follows it
-    blocks = []
-    for name, pad_id, grids, step in (
-        ("image", rules.image_token_id, image_grids, 1.0),
-        ("video", rules.video_token_id, video_grids, interval),
+    ids = tokens.numpy()
+    video_interval = None  # (videos,): how far time moves from frame to frame, where that is not 1
+    if rules.tokens_per_second is not None and video_grids is not None:
+        seconds = torch.ones(len(video_grids)) if video_seconds is None else video_seconds
+        video_interval = seconds.numpy().astype(np.float32) * np.float32(rules.tokens_per_second)
+    is_image, is_video = ids == rules.image_token_id, ids == rules.video_token_id
+    # Each row of positions is the running sum of its steps: 1 from a token of text to the next; within a line of a grid
+    # only the column moves.
+    steps = np.ones((3, len(ids)), np.int64)
+    steps[:2] = ~(is_image | is_video)
+    exits = []
+    for name, is_pad, grids, interval in (
+        ("image", is_image, image_grids, None),
+        ("video", is_video, video_grids, video_interval),
     ):
-        pads = (tokens == pad_id).nonzero()[:, 0]
-        if len(pads) or (grids is not None and len(grids)):
-            last, moves, within = _blocks(name, pads, grids, rules.merge_size, step)
-            advance[pads] = 0
-            advance[last] = moves  # a block moves on at its last pad, all at once
-            blocks.append((pads, within))
-    positions = (advance.cumsum(0) - advance).repeat(3, 1)  # (3, T)
-    for pads, within in blocks:
-        positions[:, pads] += within
-    return positions
+        if is_pad.any() or (grids is not None and len(grids)):
+            exits.append(_enter_blocks(steps, name, is_pad, grids, rules.merge_size, interval))
+    for after, step in exits:  # last, since a block may follow another one directly
+        inside = after < len(ids)
+        steps[:, after[inside]] = step[:, inside]
+    steps[:, :1] = 0
+    return torch.from_numpy(steps.cumsum(1, out=steps))
 
 
-def _blocks(name: str, pads: torch.Tensor, grids: torch.Tensor | None, merge_size: int, step):
-    """(last, moves, within): each block's last pad, how far it moves on what follows, each pad's `(3, pads)` in its block.
+def _enter_blocks(
+    steps: np.ndarray, name: str, is_pad: np.ndarray, grids: torch.Tensor | None, merge_size: int, interval
+):
+    """Writes the steps at the start of each line and block; returns where blocks are left, by what step `(3, blocks)`.
 
     A block is an image, a frame that text separates from the one before it, or frames that follow each other directly.
     """
+    pads = np.flatnonzero(is_pad)
     if grids is None or len(grids) == 0:
         raise ValueError(f"{len(pads)} {name} tokens, but no {name} grids")
-    frames, rows, cols = grids[:, 0], grids[:, 1] // merge_size, grids[:, 2] // merge_size
-    if len(pads) != int((frames * rows * cols).sum()):
-        raise ValueError(
-            f"{len(pads)} {name} tokens, but the {name} grids {grids.tolist()} take {int((frames * rows * cols).sum())}"
-        )
+    frames, rows, cols = (grids.numpy() // (1, merge_size, merge_size)).T
+    if len(pads) != (total := (frames * rows * cols).sum()):
+        raise ValueError(f"{len(pads)} {name} tokens, but the {name} grids {grids.tolist()} take {total}")
     # From here on one entry per frame; an image is one frame.
-    owner = torch.repeat_interleave(torch.arange(len(grids)), frames)
+    owner = np.repeat(np.arange(len(frames)), frames)
     rows, cols = rows[owner], cols[owner]
-    sizes = rows * cols
-    ends = sizes.cumsum(0)
-    starts = ends - sizes
-    if not torch.equal(pads[ends - 1] - pads[starts], sizes - 1):
+    ends = (rows * cols).cumsum()
+    first, last = pads[ends - rows * cols], pads[ends - 1]
+    if (last - first != rows * cols - 1).any():
         raise ValueError(f"other tokens stand between the {name} tokens of one grid")
-    number = torch.arange(len(owner))
-    follows = torch.zeros_like(owner, dtype=torch.bool)  # directly on the frame before it, of the same video
-    follows[1:] = (owner[1:] == owner[:-1]) & (pads[starts[1:]] == pads[ends[:-1] - 1] + 1)
-    closes = ~follows.roll(-1)  # the first frame never follows, so the last one closes
-    time = number - torch.where(follows, 0, number).cummax(0).values  # of a frame in its block
-    time = (time * (step[owner] if isinstance(step, torch.Tensor) else step)).long()
-    frame = torch.repeat_interleave(number, sizes)  # of each pad
-    place = torch.arange(len(pads)) - starts[frame]
-    width = cols[frame]
-    within = torch.stack([time[frame], place // width, place % width])
-    return pads[ends[closes] - 1], torch.maximum(rows, cols)[closes], within
+    follows = np.zeros(len(owner), bool)  # directly on the frame before it, of the same video
+    follows[1:] = (owner[1:] == owner[:-1]) & (first[1:] == last[:-1] + 1)
+    number = np.arange(len(owner))
+    time = number - np.maximum.accumulate(np.where(follows, 0, number))  # frames before this one in its block
+    if interval is not None:
+        time = (time.astype(np.float32) * interval[owner]).astype(np.int64)
+
+    # A new line: the column goes back, the row moves.
+    width = np.repeat(cols, rows)  # of each line
+    line = np.repeat(first, rows) + (np.arange(len(width)) - np.repeat(rows.cumsum() - rows, rows)) * width
+    steps[1, line] = 1
+    steps[2, line] = 1 - width
+    steps[:, first] = 1
+    if len(f := np.flatnonzero(follows)):  # back to the block's first row and column
+        steps[:, first[f]] = time[f] - time[f - 1], 1 - rows[f], 1 - cols[f]
+    closes = np.ones_like(follows)
+    closes[:-1] = ~follows[1:]
+    leave = np.maximum(rows, cols) - (time, rows - 1, cols - 1)
+    return last[closes] + 1, leave[:, closes]
 
 
 def packed_positions(rows: list[tuple[list[int], list[tuple[int, int, int]]]], rules: RopeRules) -> torch.Tensor:
