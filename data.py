@@ -156,7 +156,7 @@ def view_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixe
     """(width, height) of the model's view: multiples of `factor` (patch x merge), area within the bounds.
 
     The rule is `smart_resize` of transformers' Qwen2VLImageProcessor, with one addition: enlarging to `min_pixels`
-    never goes above `max_pixels`.
+    never goes above `max_pixels`. As there, a thin image keeps one `factor` on its short side, and may then be larger.
 
     >>> view_size(672, 672, factor=28, min_pixels=56 * 56, max_pixels=112 * 112)
     (112, 112)
