@@ -3,6 +3,7 @@
 python bench.py step out/toy/log.jsonl     # where the seconds of a run's steps went
 python bench.py rollout --inflight 64      # trajectories per second: this loop against turn-lockstep and the limit
 python bench.py train                      # forward and backward: packed rows against padded ones
+python bench.py mrope                      # rotary positions: ours against transformers' get_rope_index
 python bench.py turns                      # tokens prefilled and images encoded over the least possible, 1 to 16 turns
 """
 
@@ -437,12 +438,13 @@ def train_model(name: str):
     from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
     from data import Codec
+    from mrope import RopeRules
 
     toy_base = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base")
     codec = Codec(toy_base)
     if name == "tiny":
         return AutoModelForImageTextToText.from_pretrained(toy_base, dtype=torch.float32), codec, 128, 64, 8192
-    codec.has_vision = False
+    codec.has_vision, codec.rope = False, RopeRules()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=16384,
@@ -537,6 +539,46 @@ def setup(lengths: list[list[int]], inflight: int, *, max_turns: int, words: int
     return engine, rollout, samples
 
 
+def bench_mrope(num_images: int = 40, num_tokens: int = 20_000) -> dict:
+    """Positions of one long trajectory, on one core: milliseconds, and how many times as long transformers' function
+    takes, runs of the one and of the other in turn. The numbers are equal (checked here, and in tests/test_mrope.py)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from mrope import RopeRules, rope_positions
+
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base"))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).model
+    rng, rules = random.Random(0), RopeRules.of(config)
+    grids = [[1, 2 * rng.randint(8, 20), 2 * rng.randint(8, 20)] for _ in range(num_images)]
+    pads = [h * w // 4 for _, h, w in grids]
+    text = (num_tokens - sum(pads)) // num_images
+    tokens = torch.tensor([t for n in pads for t in [1] * text + [rules.image_token_id] * n])
+    tokens = torch.cat([tokens, torch.ones(num_tokens - len(tokens), dtype=torch.long)])
+    types, grids = (tokens == rules.image_token_id).long()[None], torch.tensor(grids)
+    both = (
+        lambda: rope_positions(tokens, rules, grids),
+        lambda: model.get_rope_index(tokens[None], mm_token_type_ids=types, image_grid_thw=grids)[0][:, 0],
+    )
+    if not torch.equal(*(f() for f in both)):
+        sys.exit("the positions differ from transformers'")
+    runs = [[], []]
+    for _ in range(20):
+        for f, seconds in zip(both, runs, strict=True):
+            start = time.perf_counter()
+            for _ in range(10):
+                f()
+            seconds.append((time.perf_counter() - start) / 10)
+    ours, theirs = map(statistics.median, runs)
+    table = Table("", "ms", title=f"positions of {num_tokens} tokens with {num_images} images")
+    table.add_row("rope_positions", f"{1e3 * ours:.2f}")
+    table.add_row("get_rope_index", f"{1e3 * theirs:.2f}")
+    Console().print(table)
+    return {"ms": round(1e3 * ours, 3), "vs_transformers": round(theirs / ours, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -546,6 +588,7 @@ def main() -> None:
     one.add_argument("--trajectories", type=int, default=256)
     one.add_argument("--serial", type=int, default=1, help="0 leaves the slow lockstep with serial tools out")
     commands.add_parser("turns", help="prefilled tokens over the least possible")
+    commands.add_parser("mrope", help="rotary positions of a long trajectory against transformers' get_rope_index")
     two = commands.add_parser("train", help="forward and backward, packed against padded")
     two.add_argument("--models", nargs="+", default=["tiny", "50m"], choices=["tiny", "50m"])
     two.add_argument("--repeats", type=int, default=3, help="the best of so many, one after the other in turn")
@@ -554,6 +597,8 @@ def main() -> None:
         result = step(args.log)
     elif args.command == "rollout":
         result = bench_rollout(args.inflight, args.trajectories, bool(args.serial))
+    elif args.command == "mrope":
+        result = bench_mrope()
     elif args.command == "train":
         result = bench_packing(args.models, args.repeats) | bench_useful() | bench_loss()
     else:

@@ -24,7 +24,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from mrope import rope_positions
+from mrope import RopeRules, packed_positions
 
 
 class DataError(Exception):
@@ -164,7 +164,7 @@ def view_size(width: int, height: int, *, factor: int, min_pixels: int, max_pixe
     """(width, height) of the model's view: multiples of `factor` (patch x merge), area within the bounds.
 
     The rule is `smart_resize` of transformers' Qwen2VLImageProcessor, with one addition: enlarging to `min_pixels`
-    never goes above `max_pixels`.
+    never goes above `max_pixels`. As there, a thin image keeps one `factor` on its short side, and may then be larger.
 
     >>> view_size(672, 672, factor=28, min_pixels=56 * 56, max_pixels=112 * 112)
     (112, 112)
@@ -188,13 +188,18 @@ class ImageRules:
     max_pixels: int
     resampling: str
 
+    def view_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """(width, height) of the view of an image of `size`; no pixel is touched. Raises ValueError as `make_view`."""
+        width, height = size
+        if min(size) < 1 or max(size) > MAX_ASPECT * min(size):
+            raise ValueError(
+                f"an image of {width} x {height} pixels: one side may be {MAX_ASPECT} times the other at most"
+            )
+        return view_size(width, height, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
     def make_view(self, image: Image.Image) -> Image.Image:
         """The picture the model sees, RGB. Raises ValueError on one that the models' processors refuse."""
-        if min(image.size) < 1 or max(image.size) > MAX_ASPECT * min(image.size):
-            raise ValueError(
-                f"an image of {image.width} x {image.height} pixels: one side may be {MAX_ASPECT} times the other at most"
-            )
-        size = view_size(*image.size, factor=self.factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        size = self.view_size(image.size)
         image = image.convert("RGB")
         return image if image.size == size else image.resize(size, _RESAMPLING[self.resampling])
 
@@ -224,10 +229,15 @@ class View:
 
 
 # ---------------------------------------------------------------------------------------------------- text
+# In what frame each family was taught to give boxes: its model cards say it, no file of the model folder does.
+BOX_FRAMES = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}
+
+
 class Codec:
     """Text, chat markers and image slots -> token ids, for one model folder.
 
-    What differs between model families is read from the folder's own config, tokenizer and processor. Turn markers
+    What differs between model families is read from the folder's own config, tokenizer and processor; the box frame
+    alone hangs on the model's type. A model that does not fit stops here (`_what_is_missing`). Turn markers
     (ChatML, as in the Qwen chat templates) and image slots are added as ids. Text never makes a control token:
     `<|im_end|>` written in it stays plain characters. Where anyone may have written it (a user's turn, chat observations,
     errors) tags such as `</tool_call>` stay characters too; in system and assistant turns, and in the observations that a
@@ -240,12 +250,19 @@ class Codec:
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as e:
             raise DataError(f"model folder {folder!r}: {str(e).splitlines()[0]}") from None
+        try:
+            self.rope = RopeRules.of(self.config)
+        except ValueError as e:
+            raise DataError(f"model folder {folder!r} ({self.config.model_type}) is not supported: {e}") from None
         self.has_vision = hasattr(self.config, "vision_config")
         if self.has_vision:
-            self.image_processor = AutoProcessor.from_pretrained(folder).image_processor
-            self.merge_size = self.config.vision_config.spatial_merge_size
+            try:
+                self.image_processor = AutoProcessor.from_pretrained(folder).image_processor
+            except (OSError, ValueError, AttributeError) as e:
+                raise DataError(f"model folder {folder!r}: no image processor ({str(e).splitlines()[0]})") from None
+            self.merge_size = self.rope.merge_size
             self.patch_size = self.config.vision_config.patch_size
-            self.image_token_id = self.config.image_token_id
+            self.image_token_id = self.rope.image_token_id
         spelled = json.loads(self.tokenizer.backend_tokenizer.to_str())
         self._tags = Tokenizer.from_str(json.dumps(spelled))
         for token in spelled["added_tokens"]:
@@ -259,6 +276,8 @@ class Codec:
         missing = ", ".join(t for t in need if t not in special)
         if missing:
             raise DataError(f"model folder {folder!r}: the tokenizer lacks {missing}; only ChatML models are supported")
+        if missing := self._what_is_missing():
+            raise DataError(f"model folder {folder!r} ({self.config.model_type}) is not supported: {missing}")
         self.im_start, self.im_end = special["<|im_start|>"], special["<|im_end|>"]
         if self.has_vision:
             self.vision_start, self.vision_end = special["<|vision_start|>"], special["<|vision_end|>"]
@@ -276,6 +295,33 @@ class Codec:
         chat_control = {i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
         self.banned = frozenset((chat_control | set(range(len(self.tokenizer), self.vocab_size))) - set(self.stop_ids))
         self.banned_ids = sorted(self.banned)
+
+    def _what_is_missing(self) -> str:
+        """Why the code would be wrong about this model, in words; "" for one that fits."""
+        kinds = set(getattr(self.config.get_text_config(), "layer_types", None) or ()) - {"full_attention"}
+        if kinds:
+            return f"its text layers are in part {', '.join(sorted(kinds))}; packed rows need full_attention"
+        if not self.has_vision:
+            parts = ", ".join(self.config.sub_configs)
+            return f"it is made of {parts}, which is neither text alone nor text and a vision_config" if parts else ""
+        for ours, theirs in (("patch_size", "patch_size"), ("spatial_merge_size", "merge_size")):
+            wanted, made = getattr(self.config.vision_config, ours, None), getattr(self.image_processor, theirs, None)
+            if wanted is None or wanted != made:
+                return f"its vision_config's {ours} is {wanted}, its image processor's {theirs} is {made}"
+        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+        if pad != self.image_token_id:
+            return f"its config's image_token_id is {self.image_token_id}, its tokenizer's <|image_pad|> is {pad}"
+        return ""
+
+    @property
+    def box_frame(self) -> str:
+        """What the numbers of the model's boxes mean (`tools.box_to_original`). Raises DataError where nobody knows."""
+        if self.has_vision and self.config.model_type not in BOX_FRAMES:
+            raise DataError(
+                f"how {self.config.model_type} was taught to give boxes is not known; set box_frame to model_pixels,"
+                f" rel1000 or original (known: {', '.join(BOX_FRAMES)})"
+            )
+        return BOX_FRAMES.get(self.config.model_type, "original")  # without vision there are no boxes
 
     def encode(self, text: str, *, tags: bool = False) -> list[int]:
         """Plain text; control tokens written in it stay plain characters, and tags as well unless `tags`."""
@@ -447,26 +493,28 @@ def _fill(lengths: list[int], order: list[int], num: int, max_tokens: int) -> li
     return chunks
 
 
-def pack_rows(rows: list, codec: Codec) -> MicroBatch:
-    """Rows (with `tokens`, `response_mask`, `views` and any of TOKEN_FIELDS) -> one micro-batch, in the given order."""
-    positions, slots = [], [v for r in rows for v in r.views]
-    for r in rows:
-        if r.response_mask[0]:  # in a packed row the trajectory before it would
-            raise ValueError("the first token of a trajectory cannot be a response token: nothing predicts it")
-        text = torch.arange(len(r.tokens))[None]  # (1, n); transformers finds the segments by its restarts
-        if codec.has_vision:
-            grids = torch.tensor([codec.grid(v.image.size) for v in r.views]).view(-1, 3)
-            rope = rope_positions(
-                torch.tensor(r.tokens), grids, image_token_id=codec.image_token_id, merge_size=codec.merge_size
-            )
-            positions.append(torch.cat([text, rope])[:, None])  # (4, 1, n)
-        else:
-            positions.append(text)
+def make_pixels(rows: list, codec: Codec) -> dict[str, torch.Tensor]:
+    """{uuid: pixel values} of every distinct image that the rows show, each processed once, in threads."""
+    views = {v.uuid: v for r in rows for v in r.views}
+    pixels = _PIXEL_THREADS.map(lambda v: codec.pixel_values([v.image])[0], views.values())
+    return dict(zip(views, pixels, strict=True))
+
+
+def pack_rows(rows: list, codec: Codec, pixels: dict[str, torch.Tensor] | None = None) -> MicroBatch:
+    """Rows (with `tokens`, `response_mask`, `views` and any of TOKEN_FIELDS) -> one micro-batch, in the given order.
+
+    `pixels` are those of `make_pixels` for these rows, and perhaps others; made here if they are not given.
+    """
+    if any(r.response_mask[0] for r in rows):  # in a packed row the trajectory before it would
+        raise ValueError("the first token of a trajectory cannot be a response token: nothing predicts it")
+    slots = [v for r in rows for v in r.views]
     lengths = torch.tensor([len(r.tokens) for r in rows])
     batch = MicroBatch(
         rows=rows,
         input_ids=torch.tensor([[t for r in rows for t in r.tokens]]),
-        position_ids=torch.cat(positions, -1),
+        position_ids=packed_positions(
+            [(r.tokens, [codec.grid(v.image.size) for v in r.views]) for r in rows], codec.rope
+        ),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int(),
         seq_ids=torch.repeat_interleave(torch.arange(len(rows)), lengths)[None],
         response_mask=torch.tensor([[m for r in rows for m in r.response_mask]], dtype=torch.bool),
@@ -477,7 +525,9 @@ def pack_rows(rows: list, codec: Codec) -> MicroBatch:
         # Equal sizes side by side: attention within images runs as one batch per run of them.
         distinct = sorted({v.uuid: v for v in slots}.values(), key=lambda v: v.image.size)
         number = {v.uuid: k for k, v in enumerate(distinct)}
-        batch.pixel_values, batch.image_grid_thw = codec.pixel_values([v.image for v in distinct])
+        pixels = make_pixels(rows, codec) if pixels is None else pixels
+        batch.pixel_values = torch.cat([pixels[v.uuid] for v in distinct])
+        batch.image_grid_thw = torch.tensor([codec.grid(v.image.size) for v in distinct])
         batch.image_index = torch.tensor([number[v.uuid] for v in slots])
     return batch
 
@@ -487,7 +537,8 @@ _PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
 
 def make_microbatches(chunks: list[list], codec: Codec) -> list[MicroBatch]:
     """One micro-batch per chunk of rows. How rows are laid out changes no gradient: the loss is a sum over tokens."""
-    return list(_PIXEL_THREADS.map(lambda rows: pack_rows(rows, codec), chunks))
+    pixels = make_pixels([r for rows in chunks for r in rows], codec)  # a group's image is in several micro-batches
+    return [pack_rows(rows, codec, pixels) for rows in chunks]
 
 
 def add_blank_image(batch: MicroBatch, codec: Codec) -> None:

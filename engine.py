@@ -333,9 +333,20 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.taken |= self.model.load_weights(weights())
 
     def finish_weight_update(self) -> None:
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        missing = self.wanted - self.taken
+        for name, layer in self.model.named_modules():
+            # The engine holds q, k and v as one parameter, gate and up as well; vLLM fills what was not sent of it with
+            # anything, without a word. (An embedding is padded with rows that nobody sends.)
+            info = get_layerwise_info(layer)
+            partly = 0 < info.load_numel < (info.load_numel_total or 0) and not isinstance(
+                layer, VocabParallelEmbedding
+            )
+            if partly and not any(m.startswith(f"{name}.") for m in missing):
+                missing.add(f"a part of {name}")
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             # vLLM's CPU matmul keeps a packed copy of an output head. A tied head gets no weights of its own, and its
@@ -346,10 +357,9 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise RuntimeError(
                 f"weight push: {len(self.received)} parameters came, {self.info.num_params} were announced"
             )
-        missing = sorted(self.wanted - self.taken)
         if missing:
             raise RuntimeError(
-                f"weight push: {len(missing)} of the engine's parameters were not sent, such as {missing[:3]}"
+                f"weight push: {len(missing)} of the engine's parameters were not sent, such as {sorted(missing)[:3]}"
             )
 
     def shutdown(self) -> None:

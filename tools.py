@@ -125,6 +125,11 @@ def error_observation(message: str) -> Observation:
     return Observation([{"role": "user", "content": content}], [], slots=False)
 
 
+def _is_number(value) -> bool:
+    """An int or float that can be computed with: not NaN, not infinite, not an int beyond all floats."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
 # ---------------------------------------------------------------------------------------------------- boxes
 def box_to_original(
     box, *, frame: str, view_size: tuple[int, int], original_size: tuple[int, int]
@@ -138,12 +143,7 @@ def box_to_original(
     >>> box_to_original([28, 0, 14, 56], frame="model_pixels", view_size=(56, 56), original_size=(112, 224))
     (28.0, 0.0, 56.0, 224.0)
     """
-    numbers = (
-        isinstance(box, list | tuple)
-        and len(box) == 4
-        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in box)
-    )
-    if not numbers or not all(math.isfinite(v) for v in box):
+    if not isinstance(box, list | tuple) or len(box) != 4 or not all(map(_is_number, box)):
         raise ToolError("bbox_2d must be four numbers [x1, y1, x2, y2]")
     unit = {"model_pixels": view_size, "rel1000": (1000, 1000), "original": original_size}[frame]
     xs = sorted(min(max(v / unit[0], 0.0), 1.0) * original_size[0] for v in (box[0], box[2]))
@@ -270,6 +270,6 @@ class VisualToolboxV2(ToolBase):
             info["box"] = box  # in pixels of the original, before it grows
             return image.crop(crop_box(box, image.size, min_side=self.min_side, max_aspect=self.max_aspect))
         angle = arguments["angle"]
-        if isinstance(angle, bool) or not isinstance(angle, int | float) or not math.isfinite(angle):
+        if not _is_number(angle):
             raise ToolError("angle must be a number of degrees")
         return image.rotate(angle, expand=True)

@@ -48,8 +48,6 @@ from reward import overlong, reward_function
 from rollout import Rollout, RolloutLimits, Trajectory, reasons_left, rollout_metrics
 from tools import ToolBase
 
-BOX_FRAMES = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}  # how each family was taught
-
 
 def prepare_data(cfg: Config) -> None:
     """Runs `cfg.prepare` if a data file is missing. One rank does it, the others wait at the lock and find the files."""
@@ -187,7 +185,7 @@ def make_rollout(cfg: Config, codec: Codec, engine: VLLMEngine, rewards: dict) -
         tool_timeout=cfg.tool_timeout,
         trajectory_timeout=cfg.trajectory_timeout,
     )
-    frame = BOX_FRAMES.get(codec.config.model_type, "model_pixels") if cfg.box_frame == "auto" else cfg.box_frame
+    frame = codec.box_frame if cfg.box_frame == "auto" else cfg.box_frame
 
     def reward(t: Trajectory):
         found = rewards[t.sample.data_source](t)

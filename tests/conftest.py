@@ -36,9 +36,14 @@ def toy_data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vllm_engine(codec):
     """A real vLLM on the toy's base model, one per test module."""
+    import psutil
+
     from engine import VLLMEngine
 
+    before = psutil.Process().children()
     engine = VLLMEngine(TOY, codec, max_len=320, max_images=8, max_num_seqs=32, kv_cache_mb=64, threads=1)
+    new = [p for p in psutil.Process().children() if p not in before]
+    (engine.process,) = [p for p in new if "resource_tracker" not in " ".join(p.cmdline())]
     yield engine
     engine.close()
 

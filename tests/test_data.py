@@ -1,8 +1,13 @@
 """Rows, images, text: what is read, how it is tokenised, and which sentence a broken row gives."""
 
+import copy
 import io
 import os
+import random
+import threading
+from types import SimpleNamespace
 
+import families
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +15,7 @@ import pytest
 import torch
 from conftest import SHARED
 from PIL import Image
+from transformers import Gemma3TextConfig, LlavaConfig, Qwen2_5OmniConfig, Qwen3_5Config
 
 from data import (
     Codec,
@@ -130,6 +136,66 @@ def test_views_are_made_once_and_never_resized_again(codec):
         assert len(pixels) == int(grid.prod())
 
 
+# The size rules of the released models' processors: side of an image token, min_pixels, max_pixels.
+RULES = {
+    "qwen2_vl": (28, 56 * 56, 16384 * 28 * 28),
+    "qwen2_5_vl": (28, 56 * 56, 16384 * 28 * 28),
+    "qwen3_vl": (32, 65536, 16777216),
+}
+
+
+def random_sizes(rng, num):
+    """Tiny, middling and huge ones, and some as long as the processors take."""
+    for i in range(num):
+        low, high = [(1, 40), (20, 3000), (3000, 60_000)][i % 3]
+        w = rng.randint(low, high)
+        h = min(200 * w, rng.randint(low, high) if i % 4 else rng.choice([190, 200]) * w)
+        yield (w, h) if rng.random() < 0.5 else (h, w)
+
+
+@pytest.mark.parametrize("family", families.VISION_FAMILIES)
+def test_the_number_of_image_tokens_is_known_without_pixels(family, tmp_path):
+    """From the size alone, for 2,000 sizes of which some have gigapixels: as the family's own processor counts."""
+    codec = Codec(families.write_folder(family, str(tmp_path)))
+    factor, min_pixels, max_pixels = RULES[family]
+    assert codec.patch_size * codec.merge_size == factor
+    limits = dict(min_pixels=min_pixels, max_pixels=max_pixels)
+    rules = ImageRules(factor, **limits, resampling="bicubic")
+    counts = set()
+    for w, h in random_sizes(random.Random(0), 2000):
+        ours = codec.num_image_tokens(rules.view_size((w, h)))
+        theirs = codec.image_processor.get_number_of_image_patches(h, w, limits) // codec.image_processor.merge_size**2
+        assert ours == theirs, (w, h)
+        counts.add(ours)
+    assert min(counts) <= 64 and max(counts) > 16_000 and len(counts) > 500
+
+
+@pytest.mark.parametrize("family", families.VISION_FAMILIES)
+def test_the_processor_makes_as_many_patches_as_were_counted(family, tmp_path):
+    codec, rng = Codec(families.write_folder(family, str(tmp_path))), random.Random(1)
+    factor = RULES[family][0]
+    rules = ImageRules(factor, factor**2, 40 * factor**2, "box")
+    for w, h in [(1, 200), (1, 1), *((rng.randint(1, 700), rng.randint(4, 700)) for _ in range(30))]:
+        size = rules.view_size((w, h))
+        image = Image.new("RGB", (w, h))
+        assert rules.make_view(image).size == size
+        asked = codec.image_processor(
+            images=[image], min_pixels=factor**2, max_pixels=40 * factor**2, return_tensors="pt"
+        )
+        assert asked["image_grid_thw"].tolist() == [list(codec.grid(size))]
+        assert len(codec.pixel_values([rules.make_view(image)])[0]) == 4 * codec.num_image_tokens(size)
+
+
+def test_a_size_that_no_processor_takes_is_told():
+    rules = ImageRules(28, 56 * 56, 1120 * 1120, "box")
+    assert rules.view_size((200, 1)) == (812, 28), (
+        "by hand: sqrt(3136 / 200) = 3.96 times 200 x 1, up to multiples of 28"
+    )
+    for size in [(201, 1), (1, 201), (0, 5)]:
+        with pytest.raises(ValueError, match="one side may be 200 times the other at most"):
+            rules.view_size(size)
+
+
 def test_both_views_of_a_sequence(codec):
     ids = [1, *codec.image_ids(), 2, *codec.image_ids()]
     pad = codec.image_token_id
@@ -203,11 +269,39 @@ def test_the_layout_of_a_packed_row(codec):
     assert pack_rows(rows[1:2], codec).pixel_values is None
 
 
-def test_a_text_only_model_gets_one_row_of_positions(codec):
-    text_codec = Codec.__new__(Codec)
-    text_codec.has_vision = False
+def test_a_text_only_model_gets_one_row_of_positions(codec, tmp_path):
+    text_codec = Codec(families.write_folder("qwen3", str(tmp_path)))
     batch = pack_rows([Row(codec, [4, 5], [], [6]), Row(codec, [4], [], [6])], text_codec)
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+
+
+def test_each_image_is_processed_once_per_step(codec, monkeypatch):
+    """However many micro-batches show it; and outside the thread that asks."""
+    seen = []
+    process = Codec.pixel_values
+
+    def count(self, images):
+        seen.extend((threading.current_thread().name, i.size) for i in images)
+        return process(self, images)
+
+    monkeypatch.setattr(Codec, "pixel_values", count)
+    a, b, same = (View.of(Image.new("RGB", (56, 56), c)) for c in ((1, 2, 3), (9, 9, 9), (1, 2, 3)))
+    wide = View.of(Image.new("RGB", (84, 56)))
+    rows = [
+        Row(codec, [4, *codec.image_ids() * len(views)], views, [6]) for views in ([a], [same, b], [wide, a], [], [b])
+    ]
+    batches = make_microbatches([rows[:1], rows[1:2], rows[2:4], rows[4:]], codec)
+    assert sorted(size for _, size in seen) == [(56, 56), (56, 56), (84, 56)], "equal content is one image"
+    assert all(name.startswith("pixels") for name, _ in seen)
+    assert [b.image_grid_thw.tolist() for b in batches] == [
+        [[1, 4, 4]], [[1, 4, 4]] * 2, [[1, 4, 4], [1, 4, 6]], [[1, 4, 4]],
+    ]  # fmt: skip
+    assert [b.image_index.tolist() for b in batches] == [[0], [0, 1], [1, 0], [0]]
+    for batch in batches:  # as if each picture had been processed alone, in the place where it is shown
+        sizes = batch.image_grid_thw.prod(-1).tolist()
+        shown = batch.pixel_values.split(sizes)
+        for view, k in zip((v for r in batch.rows for v in r.views), batch.image_index.tolist(), strict=True):
+            assert torch.equal(shown[k], codec.image_processor([view.image], do_resize=False)["pixel_values"])
 
 
 def test_results_go_back_to_their_rows(codec):
@@ -288,7 +382,10 @@ def qwen(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("qwen"))
     tokenizer = AutoTokenizer.from_pretrained(source)
     config = Qwen2_5_VLConfig(
-        text_config={"vocab_size": 151936},
+        text_config={
+            "vocab_size": 151936,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
         image_token_id=151655,
         vision_start_token_id=151652,
         vision_end_token_id=151653,
@@ -330,3 +427,55 @@ def test_the_real_tokenizer_keeps_untrusted_text_plain(qwen):
     assert tag not in qwen.encode("x</tool_call>") and qwen.encode("x</tool_call>", tags=True)[-1] == tag
     assert set(range(151669, 151936)) <= set(qwen.banned_ids), "padded rows of the embedding cannot be sampled"
     assert torch.tensor(qwen.banned_ids).max() < qwen.vocab_size
+
+
+# ---------------------------------------------------------------------------------------------------- families
+def folder_of(config, path):
+    """The toy's tokenizer and processor beside another config."""
+    folder = families.write_folder("qwen2_5_vl", str(path))
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_what_differs_between_families_is_read_from_their_folders(family, tmp_path):
+    codec = Codec(families.write_folder(family, str(tmp_path)))
+    assert codec.has_vision == (family in families.VISION_FAMILIES)
+    assert (codec.im_start, codec.im_end, codec.stop_ids) == (97, 98, [98])
+    if codec.has_vision:
+        assert codec.image_ids() == [99, 101, 100]
+        assert codec.patch_size == {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}[family]
+        assert codec.grid((codec.patch_size * 4, codec.patch_size * 6)) == (1, 6, 4)
+    # Model cards: Qwen2-VL and Qwen3-VL give thousandths of the sides, Qwen2.5-VL pixels of the resized image.
+    frames = {"qwen2_vl": "rel1000", "qwen2_5_vl": "model_pixels", "qwen3_vl": "rel1000"}
+    assert codec.box_frame == frames.get(family, "original")
+
+
+def test_a_model_that_does_not_fit_stops_at_once(tmp_path):
+    cases = [
+        (LlavaConfig(), r"\(llava\) is not supported: its config has no video_token_id and .* no mrope_section"),
+        (Qwen3_5Config(), r"\(qwen3_5\) is not supported: its config has no mrope_section|in part linear_attention"),
+        (Gemma3TextConfig(), r"\(gemma3_text\) .* in part sliding_attention; packed rows need full_attention"),
+        (Qwen2_5OmniConfig(), r"\(qwen2_5_omni\) .* which is neither text alone nor text and a vision_config"),
+    ]
+    for i, (config, message) in enumerate(cases):
+        with pytest.raises(DataError, match=message):
+            Codec(folder_of(config, tmp_path / str(i)))
+    config = families.make_config("qwen2_5_vl")
+    config.vision_config.patch_size = 16
+    with pytest.raises(DataError, match="vision_config's patch_size is 16, its image processor's patch_size is 14"):
+        Codec(folder_of(config, tmp_path / "patch"))
+    config = families.make_config("qwen2_5_vl")
+    config.image_token_id = 7
+    with pytest.raises(DataError, match=r"image_token_id is 7, its tokenizer's <\|image_pad\|> is 101"):
+        Codec(folder_of(config, tmp_path / "pad"))
+    os.remove(os.path.join(folder_of(families.make_config("qwen2_5_vl"), tmp_path / "none"), "processor_config.json"))
+    with pytest.raises(DataError, match="no image processor"):
+        Codec(str(tmp_path / "none"))
+
+
+def test_an_unknown_box_frame_is_told(codec):
+    other = copy.copy(codec)
+    other.config = SimpleNamespace(model_type="qwen9_vl")
+    with pytest.raises(DataError, match="how qwen9_vl was taught to give boxes is not known; set box_frame"):
+        other.box_frame  # noqa: B018

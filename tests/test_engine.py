@@ -1,4 +1,4 @@
-"""The real vLLM on the tiny model: parity with transformers before and after a weight push, and every parameter arrives."""
+"""The real vLLM on the tiny model: parity with transformers before and after a weight push, caches, limits, failures."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from data import ImageRules, ParquetData, Sample, pack_rows
 from engine import EngineError
 from model import Policy, load_lm
 from reward import toy_zoom
-from rollout import Rollout, RolloutLimits, Trajectory
+from rollout import Rollout, RolloutLimits
 from tools import ToolBase
 
 pytestmark = pytest.mark.slow
@@ -193,7 +193,7 @@ def test_engine_memory_is_flat_over_fresh_images(vllm_engine, codec):
     rules = ImageRules(factor=28, min_pixels=392 * 392, max_pixels=392 * 392, resampling="box")
     rollout = Rollout(vllm_engine, codec, rules, limits, lambda t: {"score": 0.0}, {}, seed=3)
     rng, rss = random.Random(0), []
-    (worker,) = [p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline())]
+    worker = vllm_engine.process
     for _ in range(40):
         samples = []
         for i in range(16):
@@ -212,7 +212,7 @@ def test_engine_memory_is_flat_over_fresh_images(vllm_engine, codec):
 
 
 def test_an_engine_that_stands_still_is_told(vllm_engine, codec, monkeypatch):
-    (worker,) = [p for p in psutil.Process().children() if "EngineCore" in " ".join(p.cmdline())]
+    worker = vllm_engine.process
     vllm_engine.run(vllm_engine.check())
     monkeypatch.setattr(vllm_engine, "timeout", 1.0)
     worker.suspend()
@@ -222,41 +222,6 @@ def test_an_engine_that_stands_still_is_told(vllm_engine, codec, monkeypatch):
     finally:
         worker.resume()
     vllm_engine.run(vllm_engine.check())
-
-
-def test_a_shifted_position_breaks_parity(codec, policy, trajectories):
-    batch = pack_rows(trajectories(), codec)
-    batch.position_ids[2] += (batch.input_ids == codec.image_token_id).long()
-    with torch.no_grad():
-        logprobs, _ = policy(batch)
-    assert (logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max() > 1e-3
-
-
-def test_every_parameter_arrives(vllm_engine, codec, policy, trajectories, toy_data):
-    """Changes one parameter at a time: the engine must move away from the trainer, and a push must bring it back."""
-    rollout = Rollout(vllm_engine, codec, RULES, LIMITS, toy_zoom, {}, seed=5)
-    prompt = rollout.prepare(next(iter(ParquetData([str(toy_data / "train.parquet")]))))
-
-    def error():
-        t = Trajectory.start(prompt, 0)
-        g = vllm_engine.run(vllm_engine.generate(t.engine_ids, t.views, max_tokens=8, temperature=1.0, seed=1))
-        t.append_sampled(g.ids, g.logprobs, g.version)
-        return float(gaps(policy, codec, [t]).max())
-
-    torch.manual_seed(0)
-    vllm_engine.push(policy.lm, 0)
-    assert error() < 2e-5
-    for name, p in policy.lm.named_parameters():
-        old = p.detach().clone()
-        with torch.no_grad():
-            p.add_((0.5 if p.ndim == 1 else p.std()) * torch.randn_like(p))
-        moved = error()
-        vllm_engine.push(policy.lm, 0)
-        back = error()
-        with torch.no_grad():
-            p.copy_(old)
-        vllm_engine.push(policy.lm, 0)
-        assert moved > 1e-4 > back, f"{name}: error {moved} before the push, {back} after it"
 
 
 def test_greedy_is_deterministic_and_sampling_has_seeds(vllm_engine, codec, trajectories):

@@ -6,24 +6,12 @@ import random
 import subprocess
 import sys
 
+import families
 import pytest
 import torch
 from conftest import ROOT, TOY
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText
 
 from data import Codec, View, add_blank_image, make_microbatches, pack_rows, plan_microbatches
 from losses import clipped_policy_loss
@@ -103,52 +91,17 @@ def relative_error(a, b):
 
 
 # ---------------------------------------------------------------------------------------------------- families
-def random_lm(family):
-    """A tiny random model of a family, its codec without a tokenizer; two query heads per key-value head."""
-    torch.manual_seed(0)
-    text = dict(
-        vocab_size=120,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    ids = dict(image_token_id=110, video_token_id=111, vision_start_token_id=112, vision_end_token_id=113)
-    vision = dict(depth=3, num_heads=2, patch_size=14, spatial_merge_size=2)
-    mrope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
-    if family == "qwen2":
-        lm = Qwen2ForCausalLM(Qwen2Config(**text))
-    elif family == "qwen3":
-        lm = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **text))
-    elif family == "qwen2_vl":
-        vision |= dict(embed_dim=32, hidden_size=64)
-        lm = Qwen2VLForConditionalGeneration(
-            Qwen2VLConfig(text_config=text | dict(rope_parameters=mrope), vision_config=vision, **ids)
-        )
-    elif family == "qwen2_5_vl":  # windows smaller than the images, and one layer that sees whole images
-        vision |= dict(
-            hidden_size=32, intermediate_size=64, out_hidden_size=64, window_size=56, fullatt_block_indexes=[1]
-        )
-        lm = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config=text | dict(rope_parameters=mrope), vision_config=vision, **ids)
-        )
-    else:
-        vision |= dict(hidden_size=32, intermediate_size=64, out_hidden_size=64, num_position_embeddings=64)
-        vision |= dict(patch_size=16, deepstack_visual_indexes=[0, 1])
-        rope = mrope | dict(mrope_interleaved=True)
-        lm = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(text_config=text | dict(rope_parameters=rope, head_dim=16), vision_config=vision, **ids)
-        )
-    codec = Codec.__new__(Codec)
-    codec.has_vision, codec.banned_ids = "vl" in family, []
-    if codec.has_vision:
-        codec.patch_size, codec.merge_size, codec.image_token_id = vision["patch_size"], 2, 110
-        codec.image_processor = Qwen2VLImageProcessor(patch_size=vision["patch_size"], merge_size=2)
-    return lm.eval(), codec
+@pytest.fixture(scope="module")
+def random_lm(tmp_path_factory):
+    """random_lm(family): (tiny random model, its codec)."""
+    codecs = {}
+
+    def make(family):
+        if family not in codecs:
+            codecs[family] = Codec(families.write_folder(family, str(tmp_path_factory.mktemp(family))))
+        return families.make_lm(family), codecs[family]
+
+    return make
 
 
 def random_rows(codec, seed=0):
@@ -164,9 +117,9 @@ def random_rows(codec, seed=0):
         tokens = []
         for p in parts:
             if isinstance(p, int):
-                tokens += [rng.randrange(100) for _ in range(p)]
+                tokens += [rng.randrange(90) for _ in range(p)]
             elif codec.has_vision:
-                tokens += [112, *[110] * codec.num_image_tokens(views[p].image.size), 113]
+                tokens += codec.expand(codec.image_ids(), [views[p].image.size])
         shown = [views[p] for p in parts if p in views]
         rows.append(with_advantage(Trace(tokens, [0] + [1] * (len(tokens) - 1), shown, []), 1.0))
     return rows
@@ -187,14 +140,14 @@ def test_packed_logits_of_the_toy_equal_plain_transformers(codec):
     check_logits(plain_toy(), Policy(load_lm(TOY, torch.float32), codec.banned_ids), codec, odd_rows(codec), 2e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", families.FAMILIES)
 @pytest.mark.parametrize("attention", ["ours", "sdpa"])
-def test_packed_logits_of_every_family_equal_plain_transformers(family, attention):
+def test_packed_logits_of_every_family_equal_plain_transformers(random_lm, family, attention):
     """With our attention, as on a CPU, and with transformers' own, as on a GPU without flash attention; in float64."""
     (plain, codec), (lm, _) = random_lm(family), random_lm(family)
     if attention == "ours":
         use_cpu_fast_paths(lm)
-    check_logits(plain.double(), Policy(lm.double(), []), codec, random_rows(codec), 1e-12)
+    check_logits(plain.double(), Policy(lm.double(), codec.banned_ids), codec, random_rows(codec), 1e-12)
 
 
 def test_attention_equals_a_softmax_written_out():
@@ -254,7 +207,7 @@ def test_rows_with_zero_advantage_can_be_left_out(codec):
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen3_vl"])
-def test_a_blank_image_changes_nothing_but_reaches_every_parameter(codec, family):
+def test_a_blank_image_changes_nothing_but_reaches_every_parameter(codec, random_lm, family):
     """A parameter of the vision tower without a gradient would leave its rank out of a collective."""
     lm = load_lm(TOY, torch.float32)
     if family != "toy":

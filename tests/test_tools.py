@@ -4,10 +4,13 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import Qwen2VLImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from data import ImageRules, view_size
 from tools import Observation, ToolBase, ToolError, VisualToolboxV2, box_to_original, crop_box
@@ -23,27 +26,39 @@ def call(name="image_zoom_in_tool", **arguments):
     return "<think>x</think><tool_call>" + json.dumps({"name": name, "arguments": arguments}) + "</tool_call>"
 
 
+# Side of an image token, min_pixels and max_pixels of the families' released processors; max_pixels small, for speed.
+FAMILY_RULES = {
+    "qwen2_vl": (28, 56 * 56, 300 * 300),
+    "qwen2_5_vl": (28, 56 * 56, 300 * 300),
+    "qwen3_vl": (32, 256 * 256, 384 * 384),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_RULES)
 @pytest.mark.parametrize("frame", ["model_pixels", "rel1000", "original"])
-def test_a_marker_in_the_original_is_in_the_crop(frame):
-    rng = random.Random(frame)
-    rules = ImageRules(factor=28, min_pixels=56 * 56, max_pixels=300 * 300, resampling="bicubic")
-    for _ in range(60):
+def test_a_marker_in_the_original_is_in_the_crop(frame, family):
+    """The size that the model saw is the processor's own answer (transformers' smart_resize), not ours."""
+    rng = random.Random(frame + family)
+    factor, min_pixels, max_pixels = FAMILY_RULES[family]
+    rules = ImageRules(factor, min_pixels, max_pixels, resampling="bicubic")
+    for _ in range(30):
         w, h = rng.randint(60, 900), rng.randint(60, 900)
         image = Image.new("RGB", (w, h), (0, 0, 0))
         mx, my = rng.randrange(w - 8), rng.randrange(h - 8)  # an 8 x 8 red marker
         image.paste((255, 0, 0), (mx, my, mx + 8, my + 8))
-        view = rules.make_view(image)
+        seen_h, seen_w = smart_resize(h, w, factor, min_pixels, max_pixels)
         # The box a policy would give: the marker's corners in its own frame, with a margin of 20 original pixels.
         x1, y1, x2, y2 = max(mx - 20, 0), max(my - 20, 0), min(mx + 28, w), min(my + 28, h)
-        unit = {"model_pixels": view.size, "rel1000": (1000, 1000), "original": (w, h)}[frame]
+        unit = {"model_pixels": (seen_w, seen_h), "rel1000": (1000, 1000), "original": (w, h)}[frame]
         box = [x1 * unit[0] / w, y1 * unit[1] / h, x2 * unit[0] / w, y2 * unit[1] / h]
-        observation, _, done, info = toolbox(image, view, box_frame=frame).execute(call(bbox_2d=box))
+        tool = toolbox(image, rules.make_view(image), box_frame=frame)
+        observation, _, done, info = tool.execute(call(bbox_2d=box))
         assert info["ok"] and not done
         assert info["box"] == pytest.approx((x1, y1, x2, y2), abs=1e-6)
         crop = observation["multi_modal_data"]["image"][0]
-        red = [(i % crop.width, i // crop.width) for i, p in enumerate(crop.getdata()) if p == (255, 0, 0)]
+        red = np.argwhere((np.asarray(crop) == (255, 0, 0)).all(-1))  # (row, column)
         assert len(red) == 64, "the whole marker, at the original's resolution"
-        assert (min(x for x, _ in red), min(y for _, y in red)) == pytest.approx((mx - x1, my - y1), abs=1)
+        assert red.min(0) == pytest.approx((my - y1, mx - x1), abs=1)
 
 
 def test_the_frame_matters():
@@ -75,19 +90,27 @@ def test_boxes_by_hand():
 
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(allow_nan=True), st.text(max_size=5)
+    st.none(), st.booleans(), st.integers(-(10**400), 10**400), st.floats(allow_nan=True), st.text(max_size=5)
 )
-boxes = st.one_of(anything, st.lists(anything, max_size=6), st.lists(st.floats(-2000, 2000), min_size=4, max_size=4))
+numbers = st.one_of(st.floats(-2000, 2000), st.integers(-50, 350), st.integers(-(10**400), 10**400), st.floats())
+boxes = st.one_of(
+    anything,
+    st.lists(anything, max_size=6),
+    st.lists(numbers, min_size=4, max_size=4),
+    st.lists(st.floats(-100, 1100), min_size=4, max_size=4),
+)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(
     box=boxes,
     size=st.tuples(st.integers(1, 300), st.integers(1, 300)),
     frame=st.sampled_from(["model_pixels", "rel1000", "original"]),
+    family=st.sampled_from(sorted(FAMILY_RULES)),
 )
-def test_any_box_gives_a_legal_crop_or_a_text_error(box, size, frame):
-    rules = ImageRules(factor=28, min_pixels=56 * 56, max_pixels=112 * 112, resampling="box")
+def test_any_box_gives_a_legal_crop_or_a_text_error(box, size, frame, family):
+    factor, min_pixels, max_pixels = FAMILY_RULES[family]
+    rules = ImageRules(factor, min_pixels, max_pixels, resampling="box")
     assume(max(size) <= 200 * min(size))  # others are refused before a tool sees them
     image = Image.new("RGB", size)
     observation, reward, done, info = toolbox(image, rules.make_view(image), box_frame=frame).execute(call(bbox_2d=box))
@@ -98,8 +121,15 @@ def test_any_box_gives_a_legal_crop_or_a_text_error(box, size, frame):
         return
     crop = parsed.images[0]
     assert crop.width >= min(28, size[0]) and crop.height >= min(28, size[1])
-    view = rules.make_view(crop)
-    assert view.width % 28 == view.height % 28 == 0 and max(view.size) / min(view.size) <= 200
+    # Legal for the family's processor: it takes the crop itself, and the view as it is.
+    height, width = smart_resize(crop.height, crop.width, factor, min_pixels, max_pixels)
+    assert rules.make_view(crop).size == (width, height)
+    assert width % factor == height % factor == 0 and width * height <= max(max_pixels, 200 * factor**2)
+    pixels = PROCESSORS[family](images=[rules.make_view(crop)], do_resize=False, return_tensors="pt")
+    assert len(pixels["pixel_values"]) == width * height * 4 // factor**2
+
+
+PROCESSORS = {f: Qwen2VLImageProcessor(patch_size=rule[0] // 2, merge_size=2) for f, rule in FAMILY_RULES.items()}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +143,9 @@ def test_any_box_gives_a_legal_crop_or_a_text_error(box, size, frame):
         (call(bbox_2d=[1, 2, 3]), "four numbers"),
         (call(bbox_2d=[1, 2, 3, "4"]), "four numbers"),
         (call(bbox_2d=[5, 5, 5, 9]), "no part of the image"),
+        (call(bbox_2d=[0, 0, 9, 10**400]), "four numbers"),
+        (call(bbox_2d=[0, 0, 9, math.nan]), "four numbers"),
+        (call("image_rotate_tool", angle=10**400), "angle must be a number"),
         (call(bbox_2d=[0, 0, 9, 9], image_index=1), "image_index must be between 0 and 0"),
         (call("image_rotate_tool", angle="up"), "angle must be a number"),
         ("<tool_call>" * 100_000 + "</tool_call>", "a call must be"),
