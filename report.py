@@ -171,7 +171,8 @@ def show_trajectory(t, codec, console: Console) -> None:
 
 
 def draw_curve(logs: list[str], path: str) -> None:
-    """Accuracy, tool rate and IoU over steps, one color per run: sampled in training (lines), on held-out rows (dots)."""
+    """Accuracy, tool rate and IoU over steps: sampled in training (lines), on held-out rows (dots). One color per run; per
+    algorithm if there are several."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,13 +184,17 @@ def draw_curve(logs: list[str], path: str) -> None:
         "IoU of called boxes": ("iou/mean", "eval/iou"),
     }
     fig, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    runs = []
     for log in logs:
         with open(log, encoding="utf-8") as f:
             head, *records = map(json.loads, f)
-        no_tool = head["config"]["env_name"] == ""
-        style = dict(
-            label=f"seed {head['config']['seed']}" + (", no tool" if no_tool else ""), ls="--" if no_tool else "-"
-        )
+        runs.append((head["config"], records))
+    algorithms = sorted({cfg.get("advantage", "grpo") for cfg, _ in runs})
+    for cfg, records in runs:
+        no_tool, algorithm = cfg["env_name"] == "", cfg.get("advantage", "grpo")
+        style = dict(label=f"seed {cfg['seed']}" + (", no tool" if no_tool else ""), ls="--" if no_tool else "-")
+        if len(algorithms) > 1:
+            style |= dict(label=f"{algorithm} {style['label']}", color=f"C{algorithms.index(algorithm)}")
         for ax, (title, (train_key, eval_key)) in zip(axes, panels.items(), strict=True):
             train = [(r["step"], r[train_key]) for r in records if train_key in r]
             held_out = [(r["step"], r[eval_key]) for r in records if eval_key in r]

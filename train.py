@@ -357,3 +357,7 @@ if __name__ == "__main__":
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except RuntimeError as e:  # gloo has no class of its own for a rank that is gone
+        if not isinstance(e, torch.distributed.DistBackendError) and "gloo" not in str(e):
+            raise
+        sys.exit(f"another rank is gone, this one cannot go on ({str(e).splitlines()[0]}). --resume=auto continues")

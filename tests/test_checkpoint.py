@@ -1,5 +1,6 @@
 """Checkpoints: killed at any moment, on other numbers of ranks, broken ones, and a run that goes on as if never stopped."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -254,10 +256,56 @@ def test_torchrun_starts_a_killed_rank_again(toy_data, tmp_path):
         assert process.wait(timeout=200) == 0, (tmp_path / "output").read_text()[-3000:]
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
     assert "going on from" in (tmp_path / "output").read_text()
     _, steps, _ = read_log(tmp_path / "out")
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
+
+
+def kill_tree(pid):
+    """torchrun's ranks have sessions of their own: a signal to its group does not reach them."""
+    root = psutil.Process(pid)
+    for p in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+
+
+@pytest.mark.slow
+def test_two_launchers_one_dies_both_go_on(toy_data, tmp_path):
+    """Two nodes of one rank each, as two launchers on loopback: one is killed, the other says so; a restart goes on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+
+    def start(node, steps, *more):
+        meet = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        run = [sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", "1", "train.py"]
+        own = ["--group_size=2", f"--steps={steps}", "--eval_files=[]", "--show=0", "--save_every=1", *more]
+        return subprocess.Popen(
+            [*run, *arguments(toy_data, tmp_path / "out"), *own],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    nodes = [start(0, 1000), start(1, 1000)]
+    try:
+        deadline = time.time() + 150
+        while time.time() < deadline and not (tmp_path / "out" / "checkpoints" / "step_000002").exists():
+            assert nodes[0].poll() is None, nodes[0].stdout.read()[-3000:]
+            time.sleep(0.05)
+        kill_tree(nodes[1].pid)  # the node is gone: launcher, rank and engine
+        told, _ = nodes[0].communicate(timeout=90)
+        assert nodes[0].returncode != 0 and "another rank is gone, this one cannot go on" in told, told[-3000:]
+        meta = checkpoint.read_meta(checkpoint.find(Config(out_dir=str(tmp_path / "out"), resume="auto")))
+        last = meta["step"] + 1
+        nodes = [start(n, last, "--resume=auto") for n in (0, 1)]
+        outputs = [n.communicate(timeout=200)[0] for n in nodes]
+        assert [n.returncode for n in nodes] == [0, 0], outputs[0][-3000:] + outputs[1][-3000:]
+    finally:
+        for n in nodes:
+            if n.poll() is None:
+                kill_tree(n.pid)
+    _, steps, _ = read_log(tmp_path / "out")
+    assert [r["step"] for r in steps] == list(range(1, last + 1)), "each step once"
 
 
 def test_config_of_a_checkpoint_is_whole():
