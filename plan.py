@@ -212,6 +212,7 @@ def update_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     stream = size if n > 1 else 4
     keep, names = 0.0, []
     once = tokens * (size * s.saved[0] + 4 * s.saved[1])
+    once_is = f"one decoder layer: {tokens} x ({size} x {s.saved[0]} + 4 x {s.saved[1]})"
     if cfg.gradient_checkpointing:
         keep += s.layers * tokens * s.hidden * stream
         names.append(f"{s.layers} layers x {tokens} x {s.hidden} x {stream}")
@@ -223,7 +224,9 @@ def update_items(cfg: Config, s: Shape, n: int) -> list[Item]:
         vision_once = patches * (size * s.vision_saved[0] + 4 * s.vision_saved[1])
         if cfg.gradient_checkpointing:
             keep += s.vision_layers * patches * s.vision_hidden * stream
-            once = max(once, vision_once)
+            if vision_once > once:
+                once = vision_once
+                once_is = f"one vision block: {patches} x ({size} x {s.vision_saved[0]} + 4 x {s.vision_saved[1]})"
             names.append(f"{s.vision_layers} x {patches} patches x {s.vision_hidden} x {stream}")
         else:
             keep += s.vision_layers * vision_once
@@ -233,11 +236,10 @@ def update_items(cfg: Config, s: Shape, n: int) -> list[Item]:
         shrink += ", or freeze_vision = True"
     items.append(Item("activations kept", " + ".join(names), keep, "u", shrink))
     if once:
-        formula = f"one layer at a time: {tokens} x ({size} x {s.saved[0]} + 4 x {s.saved[1]}) or the vision tower's"
-        items.append(Item("activations recomputed", formula, once, "u", shrink))
-    sampled = min(tokens, cfg.max_response_len * max(1, tokens // (cfg.max_prompt_len + cfg.max_response_len)))
-    buffers = LOGPROB_CHUNK * (8 + 2 * size) + sampled * s.hidden * (4 + 2 * size)
-    formula = f"2^24 x {8 + 2 * size} + {sampled} sampled x {s.hidden} x {4 + 2 * size}"
+        items.append(Item("activations recomputed", once_is, once, "u", shrink))
+    # losses.token_logprobs: three buffers of a chunk and its gradient; states and their gradient of each sampled token.
+    buffers = LOGPROB_CHUNK * (8 + 2 * size) + tokens * s.hidden * (4 + 2 * size)
+    formula = f"2^24 x {8 + 2 * size} + {tokens} x {s.hidden} x {4 + 2 * size}"
     items.append(Item("log-probabilities", formula, buffers, "u", "microbatch_tokens"))
     if s.vision:
         patches = tokens * s.patches_per_token

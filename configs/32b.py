@@ -10,7 +10,7 @@ Memory, from `python train.py --plan configs/32b.py` with the published shape (3
     host         1,045 GB while loading: each of 8 ranks reads the whole model in float32, 125 GB
     host           314 GB in a step at most, with 20 images of the largest size in every trajectory: 230 of it are pixels
 
-32 GPUs fit too, with 4 GB to spare; 16 do not. From DeepEyes' scripts: 64 GPUs, tensor-parallel size 4, 20 turns, and all
+32 GPUs fit too, with 3 GB to spare; 16 do not. From DeepEyes' scripts: 64 GPUs, tensor-parallel size 4, 20 turns, and all
 that 7b.py says; max_images is ours.
 """
 

@@ -7,7 +7,7 @@ at most, in micro-batches of 16,384 (192 if all were full-length). An image has 
 Memory, from `python train.py --plan configs/3b_1gpu.py --num_gpus=1` with the published shape (3.75 B parameters):
 
     GPU, rollout   74 GB = weights 14 + Adam 23 + engine 32 (weights 7, KV cache 21: 49 full-length trajectories) + reserve 5
-    GPU, update    69 GB = weights 14 + gradients 12 + Adam 23 + bfloat16 copies 7 + activations 7 + the rest 2 + reserve 5
+    GPU, update    70 GB = weights 14 + gradients 12 + Adam 23 + bfloat16 copies 7 + activations 7 + the rest 2 + reserve 5
     host           20 GB while loading, 40 in a step (29 of it pixels, if all images are of the largest size)
 
 Why so: with the vision tower trained as well the update takes 88 GB. With LoRA (--lora_rank=32 --lr=1e-5
