@@ -5,6 +5,8 @@ python bench.py rollout --inflight 64      # trajectories per second: this loop 
 python bench.py train                      # forward and backward: packed rows against padded ones
 python bench.py mrope                      # rotary positions: ours against transformers' get_rope_index
 python bench.py turns                      # tokens prefilled and images encoded over the least possible, 1 to 16 turns
+python bench.py ram --gb 5                 # growth of memory while a large image parquet is read as the rollout reads it
+python bench.py push --mb 2.5 250          # a weight push to the engine against a plain copy of the same bytes
 """
 
 import argparse
@@ -418,8 +420,7 @@ def _loss(way: str, vocabulary: int, tokens: int, width: int) -> tuple[float, fl
         return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])
 
     seconds, before = [], psutil.Process().memory_info().rss
-    with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")  # the high-water mark starts again from here
+    _reset_peak()
     for _ in range(3):
         hidden.grad = head.grad = None
         begin = time.perf_counter()
@@ -427,9 +428,18 @@ def _loss(way: str, vocabulary: int, tokens: int, width: int) -> tuple[float, fl
         logprobs.sum().backward()
         seconds.append(time.perf_counter() - begin)
         del logprobs
+    return min(seconds), (_peak() - before) / 2**20
+
+
+def _reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # the high-water mark starts again from here
+
+
+def _peak() -> int:
+    """Most resident memory of this process since `_reset_peak`, in bytes."""
     with open("/proc/self/status") as f:
-        peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    return min(seconds), (peak - before) / 2**20
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
 def train_model(name: str):
@@ -579,6 +589,135 @@ def bench_mrope(num_images: int = 40, num_tokens: int = 20_000) -> dict:
     return {"ms": round(1e3 * ours, 3), "vs_transformers": round(theirs / ours, 1)}
 
 
+# ---------------------------------------------------------------------------------------------------- ram
+def bench_ram(gb: float, group_rows: int, folder: str | None) -> dict:
+    """One epoch over a file of noise, shuffled, each prompt prepared and held as long as its step lasts."""
+    from data import Codec, ImageRules, ParquetData
+    from rollout import Rollout, RolloutLimits
+
+    toy_base = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base")
+    prompts_per_step, limits = 16, RolloutLimits(64, 128, 24, 3, 4, 3, 30, 60)
+    rollout = Rollout(None, Codec(toy_base), ImageRules(28, 112**2, 112**2, "box"), limits, None, {}, seed=0)
+    with tempfile.TemporaryDirectory(prefix="nanoeyes-bench-", dir=folder) as where:
+        path = os.path.join(where, "noise.parquet")
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            rows = pool.submit(_write_noise, path, gb, group_rows).result()  # its memory is not this process's
+        size = os.path.getsize(path)
+        before = psutil.Process().memory_info().rss
+        _reset_peak()
+        begin, read, step = time.perf_counter(), 0, collections.deque(maxlen=prompts_per_step)
+        table = Table(
+            "rows read", "resident, MB", title=f"{size / 2**30:.1f} GB, {rows} rows, {group_rows} to a row group"
+        )
+        for sample in itertools.islice(ParquetData([path]).shuffled(0), rows):
+            step.append(rollout.prepare(sample))
+            read += len(sample.images[0])
+            if len(table.rows) < 8 and read >= size * (len(table.rows) + 1) / 8:
+                table.add_row(f"{read / size:.0%}", f"{psutil.Process().memory_info().rss / 2**20:.0f}")
+        seconds = time.perf_counter() - begin
+    Console().print(table)
+    growth = (_peak() - before) / 2**20
+    return {
+        "growth_mb": round(growth),
+        "gb": round(size / 2**30, 2),
+        "rows": rows,
+        "mb_per_s": round(read / 1e6 / seconds),
+    }
+
+
+def _write_noise(path: str, gb: float, group_rows: int) -> int:
+    """A parquet file of 1 MB pictures that nothing can compress; returns its rows. One row group is held at a time."""
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (640, 512)).save(buffer, "BMP")
+    header = buffer.getvalue()[:54]
+    rows, writer = round(gb * 2**30 / len(buffer.getvalue())), None
+    for first in range(0, rows, group_rows):
+        group = [
+            {
+                "data_source": "noise",
+                "prompt": [{"role": "user", "content": "<image>What is it?"}],
+                "images": [{"bytes": header + os.urandom(640 * 512 * 3), "path": None}],
+                "reward_model": {"style": "rule", "ground_truth": str(i)},
+                "extra_info": {"index": i},
+            }
+            for i in range(first, min(rows, first + group_rows))
+        ]
+        table = pa.Table.from_pylist(group)
+        writer = writer or pq.ParquetWriter(path, table.schema, compression="none", use_dictionary=False)
+        writer.write_table(table)
+    writer.close()
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------- push
+# MB of float32 weights -> (width, inner width, layers) of a text model
+PUSH_MODELS = {2.5: (128, 384, 3), 250: (768, 2304, 8), 2000: (2048, 6144, 9)}
+
+
+def bench_push(sizes: list[float], repeats: int) -> dict:
+    """Weight push into a real vLLM, caches reset and all, against copying the same parameters within the trainer."""
+    table = Table("weights, MB", "push, ms", "plain copy, ms", "of memcpy", title=f"best of {repeats}, in turn")
+    result = {}
+    for size in sizes:
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            mb, push, copy = pool.submit(_push, PUSH_MODELS[size], repeats).result()
+        table.add_row(f"{mb:.1f}", f"{push * 1e3:.1f}", f"{copy * 1e3:.1f}", f"{copy / push:.3f}")
+        result[f"{size:g}"] = round(copy / push, 3)
+    Console().print(table)
+    return {"of_memcpy": result}
+
+
+def _push(shape: tuple[int, int, int], repeats: int) -> tuple[float, float, float]:
+    """(MB, best seconds of a push, best seconds of a plain copy); in a process of its own, for its engine's sake."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from data import Codec
+    from engine import VLLMEngine
+
+    width, inner, layers = shape
+    toy_base = os.path.join(os.path.dirname(os.path.abspath(__file__)), "assets", "toy_base")
+    config = Qwen2Config(
+        vocab_size=238,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    torch.set_num_threads(1)  # a forked engine cannot have a parent whose threads have worked
+    with tempfile.TemporaryDirectory(prefix="nanoeyes-bench-") as folder:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(os.path.join(toy_base, name), folder)
+        lm = Qwen2ForCausalLM(config)
+        lm.save_pretrained(folder)
+        engine = VLLMEngine(folder, Codec(folder), max_len=256, max_images=0, max_num_seqs=4, kv_cache_mb=64)
+    copies = [torch.empty_like(p) for p in lm.parameters()]
+    pushes, plain = [], []
+    try:
+        for k in range(repeats + 1):
+            begin = time.perf_counter()
+            engine.push(lm, k)
+            pushes.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            with torch.no_grad():
+                for p, room in zip(lm.parameters(), copies, strict=True):
+                    room.copy_(p)
+            plain.append(time.perf_counter() - begin)
+    finally:
+        engine.close()
+    mb = sum(p.nbytes for p in lm.parameters()) / 1e6
+    return mb, min(pushes[1:]), min(plain[1:])  # the first push makes the shared file, the first copy touches its pages
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -592,6 +731,13 @@ def main() -> None:
     two = commands.add_parser("train", help="forward and backward, packed against padded")
     two.add_argument("--models", nargs="+", default=["tiny", "50m"], choices=["tiny", "50m"])
     two.add_argument("--repeats", type=int, default=3, help="the best of so many, one after the other in turn")
+    three = commands.add_parser("ram", help="growth of memory while a large image parquet is read")
+    three.add_argument("--gb", type=float, default=5)
+    three.add_argument("--group-rows", type=int, default=64, help="rows of 1 MB to a row group")
+    three.add_argument("--folder", help="where the file is made, and deleted afterwards; default: the temp folder")
+    four = commands.add_parser("push", help="weight push against a plain copy of the same bytes")
+    four.add_argument("--mb", type=float, nargs="+", default=list(PUSH_MODELS), choices=list(PUSH_MODELS))
+    four.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     if args.command == "step":
         result = step(args.log)
@@ -601,6 +747,10 @@ def main() -> None:
         result = bench_mrope()
     elif args.command == "train":
         result = bench_packing(args.models, args.repeats) | bench_useful() | bench_loss()
+    elif args.command == "ram":
+        result = bench_ram(args.gb, args.group_rows, args.folder)
+    elif args.command == "push":
+        result = bench_push(args.mb, args.repeats)
     else:
         result = bench_turns()
     print(json.dumps(result))

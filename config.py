@@ -119,6 +119,7 @@ class Config:
     microbatch_tokens: int = 16384  # tokens per backward on one rank; a longer trajectory is alone
     freeze_vision: bool = False  # the vision tower keeps its weights
     gradient_checkpointing: bool = False
+    device_gb: float = 80.0  # memory of one GPU in GB (2^30), for `train.py --plan` alone
     dtype: str = "bfloat16"  # compute; master weights are always float32
     # once in a while
     eval_every: int = 0  # steps; evaluation also runs before the first step and after the last; 0 = only then

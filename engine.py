@@ -308,6 +308,8 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         self.info = init_info
+        # Mapped once: mapping it anew for each bucket would mean a page fault for every 4 KB of it, each time.
+        self.memory = torch.UntypedStorage.from_file(init_info.path, True, os.path.getsize(init_info.path))
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -318,19 +320,26 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
-        # Named on purpose: the mapping may not be written by this side, and goes when the bucket is loaded.
-        memory = torch.UntypedStorage.from_file(self.info.path, True, os.path.getsize(self.info.path))
-
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, dtype, shape, offset in zip(
                 update_info.names, update_info.dtypes, update_info.shapes, update_info.offsets, strict=True
             ):
                 self.received.add(name)
                 view = torch.empty(0, dtype=getattr(torch, dtype))
-                view.set_(memory, offset // view.element_size(), shape)
-                yield name, view.clone()  # the loader may keep it until its layer is whole
+                yield name, view.set_(self.memory, offset // view.element_size(), shape)
 
         self.taken |= self.model.load_weights(weights())
+        self._keep_unfinished_layers()
+
+    def _keep_unfinished_layers(self) -> None:
+        """The next bucket overwrites the memory: copies what the reload still holds of it, for layers not whole yet."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for key, value in call.arguments.items():
+                    if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self.memory.data_ptr():
+                        call.arguments[key] = value.clone()
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding

@@ -94,6 +94,7 @@ class Learner:
         if not (old or self.needs_reference or self.critic):
             return
         for batch in self._microbatches(rows, spare, balance=False):
+            batch = batch.to(self.accelerator.device)
             if old:
                 batch.write("old_logprobs", self.policy(batch, cfg.temperature)[0])
             if self.needs_reference:
@@ -178,7 +179,8 @@ class Learner:
 
     def _microbatches(self, rows: list[Trajectory], spare: Trajectory, *, balance: bool) -> list[MicroBatch]:
         """This rank's micro-batches, as many as on every other rank; `balance` moves rows between ranks, so that they
-        are about as full. `spare`, without a response token, stands in where a rank has nothing to do.
+        are about as full. `spare`, without a response token, stands in where a rank has nothing to do. They stay on the
+        host until they are due: the pixels of a whole step are more than a device holds.
         """
         lengths, most = [len(t.tokens) for t in rows], self.cfg.microbatch_tokens
         if balance:
@@ -194,7 +196,7 @@ class Learner:
         if dist.largest(any(b.pixel_values is not None for b in batches)):
             for b in batches:
                 add_blank_image(b, self.codec)
-        return [b.to(self.accelerator.device) for b in batches]
+        return batches
 
     # ------------------------------------------------------------------------------------------------ 6. update
     def update(self, minibatches: list[tuple[list[MicroBatch], int]], step: int) -> dict[str, float]:
@@ -223,6 +225,7 @@ class Learner:
         return log | {"lr": cfg.lr * warm, "skipped_updates": self.skipped_updates}
 
     def _backward_policy(self, batch: MicroBatch, sums: dict, tops: dict) -> None:
+        batch = batch.to(self.accelerator.device)
         cfg, mask = self.cfg, batch.response_mask
         seqs = {"seq_ids": batch.seq_ids, "num_seqs": len(batch.rows)}
         logprobs, entropy = self.policy(batch, cfg.temperature)
@@ -254,6 +257,7 @@ class Learner:
         _add(sums, metrics)
 
     def _backward_critic(self, batch: MicroBatch, num_tokens: int, sums: dict) -> None:
+        batch = batch.to(self.accelerator.device)
         values = self.critic(batch)
         loss, metrics = value_loss(values, batch.values, batch.returns, batch.response_mask, clip=self.cfg.value_clip)
         loss = loss.sum()

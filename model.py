@@ -258,7 +258,11 @@ def save_hf(policy: Policy, accelerator: Accelerator, source: str, folder: str) 
 
     Everything but the weights is copied from `source`, the folder the policy came from.
     """
-    full = {n: _whole(p) for n, p in policy.weights().named_parameters()}
+    full = {}
+    for name, p in policy.weights().named_parameters():  # one whole parameter on the device at a time
+        whole = _whole(p)
+        if accelerator.is_main_process:
+            full[name] = whole.cpu().contiguous()
     if accelerator.is_main_process:
         tmp = f"{folder}.tmp"
         shutil.rmtree(tmp, ignore_errors=True)
@@ -268,6 +272,6 @@ def save_hf(policy: Policy, accelerator: Accelerator, source: str, folder: str) 
                 (".safetensors", ".bin", ".index.json")
             ):
                 shutil.copy(os.path.join(source, name), tmp)
-        policy.lm.save_pretrained(tmp, state_dict={n: p.cpu().contiguous() for n, p in full.items()})
+        policy.lm.save_pretrained(tmp, state_dict=full)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(tmp, folder)

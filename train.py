@@ -4,6 +4,7 @@
     uv run --extra gpu torchrun --nproc-per-node 8 train.py configs/7b.py            # one node
     uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:PORT train.py configs/7b.py
     uv run --extra gpu python train.py --check configs/7b.py       # do engine and trainer agree? nothing is trained
+    uv run --extra cpu python train.py --plan configs/7b.py        # batch, tokens, memory per GPU, on paper: see plan.py
 
 One step: 1. roll out  2. reward (inside each rollout)  3. old and reference logprobs, values  4. advantages  5. pack and
 count  6. update  7. push the weights to the engine  8. log, and once in a while evaluate and save. Steps 3 to 6 stand in
@@ -27,6 +28,11 @@ from config import Config, ConfigError, load_config
 
 if __name__ == "__main__":  # a misspelt key need not wait for the imports below
     try:
+        if "--plan" in sys.argv:  # on paper: no vLLM, no weights, no data
+            import plan
+
+            plan.main([a for a in sys.argv[1:] if a != "--plan"])
+            sys.exit()
         CONFIG = load_config([a for a in sys.argv[1:] if a != "--check"])
     except ConfigError as e:
         sys.exit(f"ConfigError: {e}")

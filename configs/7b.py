@@ -1,9 +1,26 @@
-"""DeepEyes' 7B recipe (arXiv:2505.14362 and its published scripts): Qwen2.5-VL-7B on 32 GPUs. NOT YET RUN HERE.
+"""DeepEyes' 7B recipe (arXiv:2505.14362 and its published scripts): Qwen2.5-VL-7B on 8, 16 or 32 80 GB GPUs. NOT YET RUN.
 
-256 prompts x 16 samples = 4,096 trajectories per step, one update each. Prompt up to 8,192 tokens, response up to 20,480
-with observations, 10,240 per turn, 5 turns. GRPO without KL or entropy terms, lr 1e-6, a checkpoint every 8 steps.
-The published run takes 80 steps; its data are the 47k set: a visual-search file, a chart file and a reasoning file.
-Their rewards need a judge model, which this version does not have yet.
+Batch: 256 prompts x 16 samples = 4,096 trajectories a step, one update each, 80 steps. Per GPU that is 512 trajectories on
+8, 256 on 16, 128 on 32; nothing else here depends on their number.
+Tokens: prompt up to 8,192, response up to 20,480 with observations, 10,240 a turn, 5 turns: 4,096 x 28,672 = 117 M a step at
+most, 448 full micro-batches of 32,768 on each of 8 GPUs, 112 on each of 32. An image has 1,280 tokens at most.
+
+Memory, from `python train.py --plan configs/7b.py` with the published shape (8.29 B parameters), GB:
+
+                             8 GPUs   16   32
+    GPU, rollout                 65   59   56   weights and Adam (12 bytes a parameter / GPUs) + engine 48 + reserve 5
+    GPU, update                  55   47   43   the same, gradients, gathered units 9, activations 24, the engine asleep
+    GPU, push                    35   29   26
+    host, while loading         295  295  295   8 ranks x 4 bytes a parameter
+    host, in a step             602  330  194   at most, 5 images of the largest size in every trajectory: 459, 230, 115 of it
+                                                are pixels. DeepEyes asks for 1,200
+
+An engine's KV cache of 28.6 GB holds 18 full-length trajectories at a time (56 KB a token).
+
+From DeepEyes' scripts: batch, samples, lengths, turns, tensor-parallel size 1, lr, KL and entropy coefficients 0, GRPO, a
+checkpoint every 8 steps, 80 steps, 32 GPUs. Ours, by the plan: micro-batches by tokens, the engine's share of the GPU.
+The data are the 47k set: a visual-search file, a chart file and a reasoning file. Their rewards need a judge model, which
+this version does not have yet.
 """
 
 model = "Qwen2.5-VL-7B-Instruct"  # a local Hugging Face folder

@@ -63,7 +63,7 @@ def test_inheritance_and_precedence(tmp_path):
         load_config([child])
 
 
-@pytest.mark.parametrize("name", ["toy", "7b", "32b"])
+@pytest.mark.parametrize("name", ["toy", "3b_1gpu", "7b", "32b"])
 def test_shipped_configs_load(name):
     assert load_config([f"configs/{name}.py"]).steps > 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import io
 import itertools
 import random
@@ -13,6 +14,7 @@ from conftest import TOY
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+import engine
 from data import ImageRules, ParquetData, Sample, pack_rows
 from engine import EngineError
 from model import Policy, load_lm
@@ -283,6 +285,34 @@ def test_timeouts_leave_the_engine_usable(vllm_engine, codec, toy_data):
         return await vllm_engine.generate(ids, [], max_tokens=2, temperature=1.0, seed=0)
 
     assert len(vllm_engine.run(cancelled()).ids) >= 1
+
+
+def test_a_layer_may_come_in_two_buckets(vllm_engine, codec, policy, trajectories, monkeypatch):
+    """A bucket overwrites the one before; what a layer that is not whole yet has got of that must have been copied."""
+    saved = {k: v.clone() for k, v in policy.lm.state_dict().items()}
+    small = functools.partial(engine.ShmTrainerInitInfo, bucket_bytes=1)  # = that of the largest parameter
+    monkeypatch.setattr(engine, "ShmTrainerInitInfo", small)
+    updates, update_weights = [], vllm_engine.update_weights
+    monkeypatch.setattr(vllm_engine, "update_weights", lambda info: (updates.append(info), update_weights(info)))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in policy.lm.parameters():
+            p.add_(0.02 * p.std().nan_to_num() * torch.randn_like(p))
+    try:
+        vllm_engine._sender = None
+        vllm_engine.push(policy.lm, 1)
+        joined = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]  # each list is one layer in the engine
+        cut = [
+            names
+            for a, b in itertools.pairwise(updates)
+            for names in joined
+            if any(n in a["names"][-1] for n in names[:-1]) and any(n in b["names"][0] for n in names[1:])
+        ]
+        assert len(updates) > 5 and cut, "a bucket must end within a layer"
+        assert gaps(policy, codec, trajectories()).max() < 5e-5
+    finally:
+        vllm_engine._sender = None
+        restore(policy, vllm_engine, saved)
 
 
 def test_a_missing_parameter_is_an_error(vllm_engine, policy):
