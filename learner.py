@@ -201,7 +201,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------------ 6. update
     def update(self, minibatches: list[tuple[list[MicroBatch], int]], step: int) -> dict[str, float]:
         """Step 6: `num_epochs` passes over the mini-batches, one optimizer update each; returns what to log."""
-        cfg, sums, tops, log = self.cfg, {}, {}, {}
+        cfg, sums, tops, by_images, log = self.cfg, {}, {}, {}, {}
         warm = min(1.0, (step + 1) / max(1, cfg.warmup_steps))
         tokens = cfg.num_epochs * max(1, sum(n for _, n in minibatches))
         for epoch in range(cfg.num_epochs):
@@ -215,16 +215,16 @@ class Learner:
                     )
                 if not self.critic or step >= cfg.critic_warmup_steps:
                     for batch in batches:
-                        self._backward_policy(batch, sums, tops)
+                        self._backward_policy(batch, sums, tops, by_images)
                     log["grad_norm"] = self._optimize(self.policy, self.optimizer, cfg.lr * warm, batches, name)
         everyones = dist.gather((sums, tops))
         for name in sums:  # the loss has been divided already, once per update
             log[name] = sum(s[name] for s, _ in everyones) / (self.num_updates if name == "loss" else tokens)
         for name in {name for _, t in everyones for name in t}:
             log[name] = max(t[name] for _, t in everyones if name in t)
-        return log | {"lr": cfg.lr * warm, "skipped_updates": self.skipped_updates}
+        return log | dist.merge_means(by_images) | {"lr": cfg.lr * warm, "skipped_updates": self.skipped_updates}
 
-    def _backward_policy(self, batch: MicroBatch, sums: dict, tops: dict) -> None:
+    def _backward_policy(self, batch: MicroBatch, sums: dict, tops: dict, by_images: dict) -> None:
         batch = batch.to(self.accelerator.device)
         cfg, mask = self.cfg, batch.response_mask
         seqs = {"seq_ids": batch.seq_ids, "num_seqs": len(batch.rows)}
@@ -247,11 +247,16 @@ class Learner:
         # FSDP averages gradients over ranks; the loss is a sum over ranks.
         self.accelerator.backward(loss * dist.WORLD_SIZE)
         gap = torch.where(mask, old - batch.rollout_logprobs, 0.0).abs()
+        kl_to_engine = kl_estimate(batch.rollout_logprobs, old, mask, "k3").detach()
         metrics |= mismatch | {"loss": loss.detach(), "entropy": entropy.detach().sum(), "mismatch/mean": gap.sum()}
         largest = {"mismatch/max": gap.max(), "mismatch_ratio_max": metrics.pop("mismatch_ratio_max")}
-        for row, part in zip(batch.rows, gap[0].split(batch.lengths), strict=True):
-            name = f"mismatch/max_{len(row.views)}_images"
-            largest[name] = max(largest.get(name, 0.0), part.max())
+        split = (x[0].split(batch.lengths) for x in (gap, kl_to_engine, mask))
+        for row, row_gap, row_kl, row_mask in zip(batch.rows, *split, strict=True):
+            images = f"{len(row.views)}_images"
+            largest[f"mismatch/max_{images}"] = max(largest.get(f"mismatch/max_{images}", 0.0), row_gap.max())
+            for name, value in {"mismatch/mean": row_gap.sum(), "mismatch_kl": row_kl.sum()}.items():
+                s, n = by_images.get(f"{name}_{images}", (0.0, 0.0))
+                by_images[f"{name}_{images}"] = (s + float(value), n + float(row_mask.sum()))
         for name, value in largest.items():
             tops[name] = max(tops.get(name, 0.0), float(value))
         _add(sums, metrics)

@@ -2,7 +2,7 @@
 
     uv run --extra cpu python train.py configs/toy.py                                # a laptop: two cores, no GPU
     uv run --extra gpu torchrun --nproc-per-node 8 train.py configs/7b.py            # one node
-    uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-endpoint HOST:PORT train.py configs/7b.py
+    uv run --extra gpu torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT train.py configs/7b.py
     uv run --extra gpu python train.py --check configs/7b.py       # do engine and trainer agree? nothing is trained
     uv run --extra cpu python train.py --plan configs/7b.py        # batch, tokens, memory per GPU, on paper: see plan.py
 

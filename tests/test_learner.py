@@ -11,7 +11,8 @@ from test_model import make_rows, plain_logits, plain_toy, relative_error, text_
 
 from config import Config
 from data import Sample
-from learner import Learner, filler
+from engine import Generation
+from learner import Learner, ParityError, filler
 from model import MergedWeights, Policy, load_lm, save_hf
 from rollout import Prompt, Trajectory
 
@@ -217,6 +218,54 @@ def test_old_logprobs_from_the_engine(codec, tmp_path):
     assert relative_error(scaled, gradients(weighted, rows)) < 1e-4
     capped = learner_for(codec, tmp_path, norm_by_std=False, mismatch="token", mismatch_cap=1.0)
     assert relative_error(one, gradients(capped, rows)) < 1e-4
+
+
+def test_mismatch_is_told_by_number_of_images(codec, tmp_path):
+    """The engine claims 0.1 too much on every token of those with two images, and the truth elsewhere."""
+    rows = trajectories(codec)
+    for t in rows:
+        with torch.no_grad():
+            logp, _ = plain_logprobs(plain_toy(), codec, t)
+        off = 0.1 if len(t.views) == 2 else 0.0
+        t.rollout_logprobs = [p + off * m for p, m in zip(logp.tolist(), t.response_mask, strict=True)]
+    log = one_step(learner_for(codec, tmp_path), rows)
+    assert {len(t.views) for t in rows} == {1, 2}
+    assert log["mismatch/max_2_images"] == pytest.approx(0.1, abs=1e-3)
+    assert log["mismatch/mean_2_images"] == pytest.approx(0.1, abs=1e-4)
+    assert log["mismatch_kl_2_images"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, abs=1e-4)
+    assert log["mismatch/max_1_images"] < 1e-3 and log["mismatch_kl_1_images"] < 1e-5
+
+
+def test_engine_and_trainer_that_disagree_stop_the_run(codec, tmp_path):
+    learner = learner_for(codec, tmp_path, engine_dtype="float32")
+    (t, *_) = trajectories(codec)
+    n = t.prompt_len
+    prompt = Prompt([], t.tokens[:n], t.views[:1], t.sample, [])
+    with torch.no_grad():
+        logp, _ = plain_logprobs(plain_toy(), codec, t)
+
+    class Engine:
+        off = 0.0
+
+        def generate(self, ids, views, **kwargs):
+            return Generation(
+                t.tokens[:n], t.tokens[n : n + 4], [p + self.off for p in logp[n : n + 4].tolist()], False, 0
+            )
+
+        def run(self, generation):
+            return generation
+
+    assert learner.probe(Engine(), prompt) < 1e-4
+    Engine.off = 2e-3
+    with pytest.raises(
+        ParityError, match="differ by 2.0e-03 on a fixed prompt, more than 0.001. Likely: a weight that"
+    ):
+        learner.probe(Engine(), prompt)
+    learner.cfg.dtype = "bfloat16"  # rounding alone is larger there
+    assert learner.probe(Engine(), prompt) == pytest.approx(2e-3, abs=1e-4)
+    Engine.off = math.nan
+    with pytest.raises(ParityError):
+        learner.probe(Engine(), prompt)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_saved_and_counted(codec, tmp_path):

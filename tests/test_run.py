@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, TOY
+from fake_judge import FakeJudge
 
 from data import write_parquet
 
@@ -145,6 +146,45 @@ def test_a_broken_image_is_named_with_its_row(toy_data, tmp_path, run_script):
         and "broken.parquet row " in done.stderr
         and "an image cannot be decoded" in done.stderr
     )
+
+
+def test_check_compares_and_trains_nothing(toy_data, tmp_path, run_script):
+    out = tmp_path / "x"
+    done = run_script("train.py", "--check", *arguments(toy_data, out), check=True)
+    assert float(re.search(r"agree on a fixed prompt within (\S+)", done.stdout)[1]) < 1e-4
+    assert not (out / "log.jsonl").exists() and not (out / "final").exists()
+
+
+def test_a_judge_in_the_run(toy_data, tmp_path, run_script):
+    """Rows that need a judge: it is checked at the start, asked where rules cannot tell, and stops the run if it fails."""
+    rows = pq.read_table(toy_data / "train.parquet").to_pylist()
+    for row in rows:
+        row["data_source"], row["reward_model"]["ground_truth"] = "vl_agent", "a digit between zero and nine"
+    write_parquet(str(tmp_path / "judged.parquet"), rows)
+    own = [
+        f"--train_files=['{tmp_path}/judged.parquet']",
+        "--eval_files=[]",
+        "--steps=2",
+        "--show=0",
+        "--judge_tries=1",
+    ]
+    run = lambda url, out: run_script(  # noqa: E731
+        "train.py", *arguments(toy_data, tmp_path / out), *own, env={"LLM_AS_A_JUDGE_BASE": url}
+    )
+    done = run("", "none")
+    assert done.returncode == 1 and "judged.parquet row 0: " in done.stderr and "LLM_AS_A_JUDGE_BASE" in done.stderr
+    with FakeJudge(lambda body, n: "10"[n % 2]) as judge:
+        done = run(judge.url, "good")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"judge {judge.url}, model judge-72b: said '1' to a right answer" in done.stdout
+    _, steps, _ = read_log(tmp_path / "good")
+    assert len(steps) == 2 and len(judge.requests) > 2
+    assert all(r["judge/fail_frac"] == 0.0 and r["judge/pairs"] for r in steps)
+    assert sum(r["acc/mean"] for r in steps) > 0
+    with FakeJudge(lambda body, n: "10"[n] if n < 2 else ("status", 500, {})) as judge:
+        done = run(judge.url, "bad")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"RolloutError: the judge gave no verdict on \d+% of its questions: \d+ x ", done.stderr)
 
 
 @pytest.fixture
