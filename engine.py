@@ -387,10 +387,11 @@ class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         sizes = [_aligned(m.dtype.itemsize * torch.Size(m.shape).numel()) for m in meta]
         sender.capacity = max(min(sum(sizes), init_info.bucket_bytes), max(sizes))
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        sender.file = tempfile.NamedTemporaryFile(prefix="nanoeyes-", dir=in_memory)  # noqa: SIM115 - lives as long as the sender
-        os.truncate(sender.file.name, sender.capacity)
-        sender.memory = torch.UntypedStorage.from_file(sender.file.name, True, sender.capacity)
-        client.init_weight_transfer_engine(asdict(ShmInitInfo(sender.file.name, len(meta))))
+        # Both sides map the file at once, and it has no name any more: a run that is killed leaves nothing behind.
+        with tempfile.NamedTemporaryFile(prefix="nanoeyes-", dir=in_memory) as file:
+            os.truncate(file.name, sender.capacity)
+            sender.memory = torch.UntypedStorage.from_file(file.name, True, sender.capacity)
+            client.init_weight_transfer_engine(asdict(ShmInitInfo(file.name, len(meta))))
         return sender
 
     def send_weights(self) -> None:
