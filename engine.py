@@ -6,7 +6,9 @@ below on CPU, registered the same way and driven by the same four calls.
 """
 
 import asyncio
+import ctypes
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -57,6 +59,17 @@ class Generation:
     stopped: bool  # False: the length limit ended it
     version: int  # of the weights that sampled it
     prefilled: int = 0  # prompt tokens that were computed; the others came from the prefix cache
+
+
+_starting = False
+
+
+def _die_with_parent() -> None:
+    if _starting:  # in a forked engine
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a trainer that is killed leaves no engine behind
+
+
+os.register_at_fork(after_in_child=_die_with_parent)
 
 
 class VLLMEngine:
@@ -138,13 +151,17 @@ class VLLMEngine:
         async def start():
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
+        global _starting
         own_threads = torch.get_num_threads()
         if on_cpu:
             torch.set_num_threads(threads)  # the forked child inherits it
         try:
+            _starting = True
             self.llm = self.loop.run_until_complete(start())
         except RuntimeError as e:
             raise EngineError(f"vLLM did not start on {folder!r}: {e}") from None
+        finally:
+            _starting = False
         torch.set_num_threads(own_threads)
         for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
             if key in before:

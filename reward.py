@@ -96,7 +96,7 @@ def overlong(response_len: int, max_response_len: int, buffer: int) -> float:
     >>> [overlong(n, 100, 20) for n in (80, 85, 100)]
     [0.0, -0.25, -1.0]
     """
-    return -min(1.0, max(0.0, response_len - (max_response_len - buffer)) / buffer)
+    return max(-1.0, min(0.0, (max_response_len - buffer - response_len) / buffer))
 
 
 def toy_zoom(trajectory, *, acc_weight: float = 0.8, format_weight: float = 0.2, tool_weight: float = 1.2) -> dict:

@@ -220,6 +220,16 @@ def test_interrupt_leaves_no_process_behind(endless):
     assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
 
 
+def test_a_killed_trainer_leaves_no_engine_behind(endless):
+    session = os.getsid(endless.pid)
+    endless.kill()
+    endless.wait()
+    deadline = time.time() + 10
+    while time.time() < deadline and any(_session(p.pid) == session for p in psutil.process_iter()):
+        time.sleep(0.1)
+    assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
+
+
 def test_a_dead_engine_ends_the_run_with_one_sentence(endless):
     (engine,) = [p for p in psutil.Process(endless.pid).children() if "EngineCore" in " ".join(p.cmdline())]
     engine.kill()
