@@ -55,24 +55,31 @@ def save(cfg: Config, learner, *, step: int, rows_drawn: int, log_position: int)
     A failure or a kill at any moment leaves the older ones as they are. Raises CheckpointError, on all ranks.
     """
     whole = os.path.join(_folder(cfg), f"step_{step:06d}")
-    aside, problem = f"{whole}.tmp", ""
-    try:
+    aside = f"{whole}.tmp"
+
+    def make_folder() -> None:
         if dist.IS_MAIN:
             shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed here
             os.makedirs(aside)
-        dist.barrier()
-        torch.save(
-            {"torch": torch.get_rng_state(), "python": random.getstate()},
-            os.path.join(aside, f"rank{dist.RANK}.pt"),
-        )
-    except (OSError, RuntimeError) as e:
-        problem = str(e)
-    try:
-        if not any(dist.gather(problem)):
-            dcp.save(_states(learner), checkpoint_id=aside, no_dist=dist.WORLD_SIZE == 1)
-    except (Exception, dcp.CheckpointException) as e:  # what went wrong on any rank, a full disk too; not an Exception
-        problem = _last_line(e)
-    problems = [p for p in dist.gather(problem) if p]
+
+    def write_generators() -> None:
+        generators = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        torch.save(generators, os.path.join(aside, f"rank{dist.RANK}.pt"))
+
+    def write_states() -> None:
+        dcp.save(_states(learner), checkpoint_id=aside, no_dist=dist.WORLD_SIZE == 1)
+
+    # All ranks take each part together and hear of everyone's failure after it: none goes on alone into a collective.
+    problems: list[str] = []
+    for part in (make_folder, write_generators, write_states):
+        problem = ""
+        try:
+            part()
+        except (Exception, dcp.CheckpointException) as e:  # a full disk too; torch's own is not an Exception
+            problem = _last_line(e)
+        problems = [p for p in dist.gather(problem) if p]
+        if problems:
+            break
     if not problems and dist.IS_MAIN:
         try:
             meta = {

@@ -46,11 +46,6 @@ def finish() -> None:
         torch_dist.destroy_process_group()
 
 
-def barrier() -> None:
-    if WORLD_SIZE > 1:
-        torch_dist.barrier()
-
-
 def gather(value) -> list:
     """Everyone's value (anything that pickles), in rank order, on every rank."""
     if WORLD_SIZE == 1:

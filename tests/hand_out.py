@@ -25,7 +25,7 @@ def main():
         Timed(codec, ["a"] * 100), codec, RULES, LIMITS, lambda t: {"score": 0.0}, {}, seed=0, max_inflight=4
     )
     samples = [sample(env="") for _ in range(12)]
-    dist.barrier()
+    dist.gather(None)  # both are here
     trajectories = asyncio.run(rollout.run(samples, 2, 1.0, take=lambda: dist.take("step 0"), first_group=40))
     taken = dist.gather([t.group_id for t in trajectories])
     if dist.IS_MAIN:
