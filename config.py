@@ -63,7 +63,7 @@ class Config:
     engine_gpu_frac: float = 0.6  # share of the device's memory for the engine
     engine_block_size: int = 32  # KV block in tokens; prefix-cache hits come in whole blocks
     engine_threads: int = 1  # OpenMP threads of the engine on CPU
-    rollout_tp: int = 1  # tensor-parallel size of an engine
+    rollout_tp: int = 1  # tensor-parallel size of an engine: so many neighbouring ranks of a host share one
     # objective: formulas in losses.py
     advantage: str = (
         "grpo"  # "grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "gae" (PPO: with a critic)

@@ -41,6 +41,11 @@ def take(counter: str) -> int:
     return _counters[counter]
 
 
+def first_of(num: int) -> int:
+    """The first of the `num` neighbouring ranks to which this one belongs: 0, num, 2 x num, ..."""
+    return RANK - RANK % num
+
+
 def finish() -> None:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()

@@ -24,6 +24,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # its own business with torch
 
+from pydantic import ValidationError
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -72,8 +73,16 @@ def _die_with_parent() -> None:
 os.register_at_fork(after_in_child=_die_with_parent)
 
 
+def visible_devices(first: int, num: int) -> str:
+    """CUDA_VISIBLE_DEVICES for an engine on `num` of the devices that this process sees, from number `first` on."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(torch.cuda.device_count())] if seen is None else seen.split(",")
+    return ",".join(names[first : first + num])
+
+
 class VLLMEngine:
-    """An `AsyncLLM` on this rank's device.
+    """An `AsyncLLM` on the devices of `tensor_parallel` neighbouring ranks of a host. The first of them leads: the engine
+    is its child and it alone samples; the others (`leads=False`) take part in `push`, where all ranks gather the weights.
 
     Create it before torch.distributed, whose group forked children would inherit, and before torch has computed anything
     in several threads: a forked child cannot use them and would wait for ever (`threads=1` is safe at any time).
@@ -93,16 +102,21 @@ class VLLMEngine:
         kv_cache_mb: int = 0,
         gpu_frac: float = 0.6,
         tensor_parallel: int = 1,
+        first_device: int = 0,  # this host's number of the first of its devices
+        leads: bool = True,
         threads: int = 1,
         stop: tuple[str, ...] = (),
         timeout: float = 300.0,  # seconds that an answer to a call other than `generate` may take
     ):
-        self.codec, self.stop, self.timeout = codec, list(stop), timeout
+        self.codec, self.stop, self.timeout, self.leads = codec, list(stop), timeout, leads
         self.loop = asyncio.new_event_loop()
         self.version = 0
+        self.llm = None
         self._requests = 0
         self._asleep = False
         self._sender = None
+        if not leads:
+            return
         on_cpu = not torch.cuda.is_available()
         options = {}
         if codec.has_vision:
@@ -138,7 +152,14 @@ class VLLMEngine:
             **options,
         )
         before = dict(os.environ)
-        config = args.create_engine_config()
+        if not on_cpu:
+            # The engine's processes inherit what they see. Spawned: a forked one cannot use CUDA after its parent has.
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(first_device, tensor_parallel)
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        try:
+            config = args.create_engine_config()
+        except ValidationError as e:
+            raise EngineError(f"vLLM refuses {folder!r}: {e.errors()[0]['msg']}") from None
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise RuntimeError(f"the engine reports {config.model_config.logprobs_mode}, not processed_logprobs")
         if on_cpu:
@@ -163,7 +184,7 @@ class VLLMEngine:
         finally:
             _starting = False
         torch.set_num_threads(own_threads)
-        for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):  # vLLM changes them for its children
+        for key in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):  # changed for the engine's processes
             if key in before:
                 os.environ[key] = before[key]
             else:
@@ -235,8 +256,15 @@ class VLLMEngine:
 
         On CPU vLLM stops scheduling and keeps its memory.
         """
-        self.run(self._answer(self.llm.sleep(level=2)))
-        self._asleep = True
+        if self.leads:
+            self.run(self._answer(self.llm.sleep(level=2)))
+            self._asleep = True
+
+    def _wake(self, *parts: str) -> None:
+        """Leaves memory that torch only keeps in reserve to the engine, and wakes a part of it that is asleep."""
+        torch.cuda.empty_cache()
+        if self._asleep:
+            self.run(self._answer(self.llm.wake_up(list(parts))))
 
     def push(self, module, version: int) -> None:
         """Streams all that `module.named_parameters()` gives (Hugging Face names) into the engine and resets its caches.
@@ -247,20 +275,20 @@ class VLLMEngine:
             if torch.cuda.is_available():
                 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-                info = IPCTrainerInitInfo(rank=0, packed=True)
+                kind, options = IPCTrainerInitInfo, {"packed": True}
             else:
-                info = ShmTrainerInitInfo(rank=0)  # each rank drives its own engine
+                kind, options = ShmTrainerInitInfo, {}
+            info = kind(rank=0 if self.leads else 1, **options)  # rank 0 sends: each leader, to its own engine
             self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(module))
         self._sender.source = ModuleSource(module)
         self.version = version
         # Room for the weights first, the weights, and then, when the trainer's copies are gone, for the KV cache.
-        if self._asleep:
-            self.run(self._answer(self.llm.wake_up(["weights"])))
+        self._wake("weights")
         self._sender.send_weights()
-        if self._asleep:
-            self.run(self._answer(self.llm.wake_up(["kv_cache"])))
-            self._asleep = False
-        self.run(self._reset_caches())
+        self._wake("kv_cache")
+        self._asleep = False
+        if self.leads:
+            self.run(self._reset_caches())
 
     async def _reset_caches(self) -> None:
         # All three: keys and values, image features and processed images computed with the old weights are wrong now.
@@ -286,8 +314,9 @@ class VLLMEngine:
     def close(self) -> None:
         """Stops the engine's processes; safe to call twice."""
         if self.llm is not None:
-            llm, self.llm = self.llm, None
-            llm.shutdown()
+            self.llm.shutdown()
+            self.llm = None
+        if not self.loop.is_closed():
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))  # lets them end
@@ -393,13 +422,18 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
 
 class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
-    """Trainer side: parameters go into a file in shared memory, bucket by bucket, then one call per bucket."""
+    """Trainer side: parameters go into a file in shared memory, bucket by bucket, then one call per bucket.
+
+    Ranks that are no sender only help to gather the parameters.
+    """
 
     init_info_cls = ShmTrainerInitInfo
 
     @classmethod
     def trainer_init(cls, init_info, *, client, source=None):
         sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if not sender.is_sender:
+            return sender
         meta = source.metadata()
         sizes = [_aligned(m.dtype.itemsize * torch.Size(m.shape).numel()) for m in meta]
         sender.capacity = max(min(sum(sizes), init_info.bucket_bytes), max(sizes))
@@ -412,6 +446,10 @@ class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
         return sender
 
     def send_weights(self) -> None:
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
         self.client.start_weight_update()
         bucket, used = ShmUpdateInfo([], [], [], []), 0
         for name, tensor in self.source:  # gathers shards: the same order on every rank

@@ -9,6 +9,7 @@ A *mini-batch* is one optimizer update, a *micro-batch* one backward. Sums over 
 all micro-batches of all ranks.
 """
 
+import copy
 import os
 import random
 
@@ -79,6 +80,20 @@ class Learner:
         return torch.optim.AdamW(trained, lr, betas=tuple(self.cfg.adam_betas), weight_decay=self.cfg.weight_decay)
 
     # ------------------------------------------------------------------------------------------------ 3. annotate
+    def share_out(self, rows: list[Trajectory]) -> list[Trajectory]:
+        """The ranks that share an engine share what it rolled out: whole groups, about as many tokens each."""
+        num, groups = self.cfg.rollout_tp, {}
+        if num == 1:
+            return rows
+        for t in rows:
+            groups.setdefault(t.group_id, []).append(t)
+        tokens = [sum(len(t.tokens) for t in group) for group in groups.values()]
+        plan = plan_microbatches(tokens, num, max(1, sum(tokens)))
+        outgoing: list[list[Trajectory]] = [[] for _ in range(dist.WORLD_SIZE)]
+        for rank, chunks in enumerate(plan, dist.first_of(num)):  # one chunk each, none without rows
+            outgoing[rank] = [_leaving(t) for chunk in chunks for i in chunk for t in list(groups.values())[i]]
+        return dist.exchange(outgoing)
+
     @torch.no_grad()
     def annotate(self, rows: list[Trajectory], spare: Trajectory) -> None:
         """Step 3: writes `old_logprobs`, `ref_logprobs` and `values` into the rows, those that the objective asks for.
@@ -187,7 +202,7 @@ class Learner:
             everywhere = dist.gather(lengths)
             plan = plan_microbatches([n for own in everywhere for n in own], dist.WORLD_SIZE, most)
             own = dict(enumerate(rows, start=sum(map(len, everywhere[: dist.RANK]))))  # number among all ranks' rows
-            outgoing = [[(i, own[i]) for chunk in chunks for i in chunk if i in own] for chunks in plan]
+            outgoing = [[(i, _leaving(own[i])) for chunk in chunks for i in chunk if i in own] for chunks in plan]
             mine, chunks = dict(dist.exchange(outgoing)), plan[dist.RANK]
         else:
             mine, chunks = dict(enumerate(rows)), plan_microbatches(lengths, 1, most)[0]
@@ -293,9 +308,12 @@ class Learner:
         Raises ParityError where that is no rounding any more: 1e-3 in float32 on both sides, 0.1 otherwise. Training on
         would be training on another policy's samples.
         """
-        t = Trajectory.start(prompt, 0)
-        g = engine.run(engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0))
-        t.append_sampled(g.ids, g.logprobs, g.version)
+        t, sampled = Trajectory.start(prompt, 0), None
+        if engine.leads:
+            turn = engine.generate(t.engine_ids, t.views, max_tokens=4, temperature=self.cfg.temperature, seed=0)
+            g = engine.run(turn)
+            sampled = g.ids, g.logprobs, g.version
+        t.append_sampled(*dist.gather(sampled)[dist.first_of(self.cfg.rollout_tp)])
         batch = pack_rows([t], self.codec).to(self.accelerator.device)
         logprobs, _ = self.policy(batch, self.cfg.temperature)
         error = dist.largest(float((logprobs - batch.rollout_logprobs)[batch.response_mask].abs().max()))
@@ -307,6 +325,13 @@ class Learner:
                 " tokens on one side, or an attention kernel that ignores the packing"
             )
         return error
+
+
+def _leaving(t: Trajectory) -> Trajectory:
+    """A trajectory for another rank: what it learns from; the sample's encoded images stay."""
+    t = copy.copy(t)
+    t.sample = None
+    return t
 
 
 def filler(prompt) -> Trajectory:

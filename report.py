@@ -91,7 +91,7 @@ class Report:
         self.progress.start()
         self.steps = self.progress.add_task("steps", total=cfg.steps)
         self.running = self.progress.add_task(
-            "trajectories of this step", total=cfg.prompts_per_step * cfg.group_size // dist.WORLD_SIZE
+            "trajectories of this step", total=cfg.prompts_per_step * cfg.group_size * cfg.rollout_tp // dist.WORLD_SIZE
         )
 
     def _write(self, record: dict) -> None:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import dist
 from config import Config, ConfigError, load_config
@@ -93,11 +94,16 @@ class RolloutError(Exception):
     """Too many trajectories of a step cannot be used."""
 
 
+def hand_out(engine: VLLMEngine, counter: str) -> Callable[[], float]:
+    """Gives the number of the next group to whichever engine asks; a rank that leads none gets no group."""
+    return (lambda: dist.take(counter)) if engine.leads else (lambda: math.inf)
+
+
 def evaluate(
     rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float, step: int
 ) -> dict[str, float]:
     """One trajectory per row, through the very code that training uses, after `step` steps."""
-    episode = rollout.run(list(data), 1, temperature, take=lambda: dist.take(f"evaluation after {step}"))
+    episode = rollout.run(list(data), 1, temperature, take=hand_out(engine, f"evaluation after {step}"))
     trajectories = engine.run(episode)
     means = dist.merge_means(rollout_metrics(trajectories))
     names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
@@ -116,13 +122,14 @@ def roll_out(cfg: Config, rollout: Rollout, engine: VLLMEngine, stream, step: in
         if missing <= 0:
             break
         samples = [next(stream) for _ in range(missing)]  # the same on every rank, which takes of them
-        take = lambda what: lambda: dist.take(f"{what} of step {step} round {round_}")  # noqa: E731, B023
+        take = hand_out(engine, f"groups of step {step} round {round_}")
         shown = dict(on_end=report.tick, heartbeat=report.note)
         new = engine.run(
-            rollout.run(samples, cfg.group_size, cfg.temperature, take=take("groups"), first_group=rows_drawn, **shown)
+            rollout.run(samples, cfg.group_size, cfg.temperature, take=take, first_group=rows_drawn, **shown)
         )
         if cfg.advantage == "remax":
-            greedy = engine.run(rollout.run(samples, 1, 0.0, take=take("greedy"), first_group=rows_drawn))
+            take = hand_out(engine, f"greedy of step {step} round {round_}")
+            greedy = engine.run(rollout.run(samples, 1, 0.0, take=take, first_group=rows_drawn))
             scores = {t.group_id: math.nan if t.reward_parts["score"] is None else t.reward for t in greedy}
             baselines = {group: score for part in dist.gather(scores) for group, score in part.items()}
         rows_drawn += missing
@@ -152,14 +159,19 @@ def judge_metrics(cfg: Config, judge: Judge | None) -> dict:
 
 
 def max_inflight(cfg: Config) -> int:
-    """Trajectories that a rank runs at a time."""
-    return cfg.max_inflight or -(-cfg.prompts_per_step * cfg.group_size // dist.WORLD_SIZE)
+    """Trajectories that an engine runs at a time."""
+    return cfg.max_inflight or -(-cfg.prompts_per_step * cfg.group_size * cfg.rollout_tp // dist.WORLD_SIZE)
 
 
 def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
-    """This rank's engine. It comes before torch.distributed, whose state its forked processes must not inherit."""
+    """This rank's engine, or its part in one. It comes before torch.distributed, whose state forked processes must not
+    inherit."""
+    if dist.LOCAL_WORLD_SIZE % cfg.rollout_tp:
+        raise ConfigError(
+            f"rollout_tp {cfg.rollout_tp} must divide the ranks of a host, {dist.LOCAL_WORLD_SIZE}: they share an engine"
+        )
     if dist.IS_MAIN:
-        print(f"starting vLLM on {cfg.model}, {dist.WORLD_SIZE} engine(s)", flush=True)
+        print(f"starting vLLM on {cfg.model}, {dist.WORLD_SIZE // cfg.rollout_tp} engine(s)", flush=True)
     return VLLMEngine(
         cfg.model,
         codec,
@@ -172,6 +184,8 @@ def start_engine(cfg: Config, codec: Codec) -> VLLMEngine:
         kv_cache_mb=cfg.engine_kv_cache_mb,
         gpu_frac=cfg.engine_gpu_frac,
         tensor_parallel=cfg.rollout_tp,
+        first_device=dist.LOCAL_RANK,
+        leads=dist.first_of(cfg.rollout_tp) == dist.RANK,
         threads=cfg.engine_threads,
         stop=tuple(cfg.stop),
         timeout=cfg.engine_timeout,
@@ -282,6 +296,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             judged = judge_metrics(cfg, judge)
             rows, left = valid_rows(cfg, kept)
             engine.sleep()  # until the weights are pushed
+            rows = learner.share_out(rows)
             clock.lap("time/rollout")
 
             # 3. what the models say of the batch: old and reference logprobs, values; nothing where none is needed

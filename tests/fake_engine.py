@@ -11,6 +11,8 @@ class ScriptedEngine:
     The k-th token of all that it says has logprob -k / 100, so that tests can find each one again.
     """
 
+    leads = True
+
     def __init__(self, codec, texts):
         self.codec, self.texts = codec, list(texts)
         self.asked = []  # (engine ids, view uuids, max_tokens) of each call

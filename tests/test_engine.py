@@ -315,6 +315,23 @@ def test_a_layer_may_come_in_two_buckets(vllm_engine, codec, policy, trajectorie
         restore(policy, vllm_engine, saved)
 
 
+def test_devices_of_an_engine(monkeypatch):
+    """What an engine's processes see: their ranks' devices, whatever this process may see itself."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [engine.visible_devices(first, 1) for first in range(4)] == ["4", "5", "6", "7"]
+    assert [engine.visible_devices(first, 2) for first in (0, 2)] == ["4,5", "6,7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab,GPU-cd")
+    assert engine.visible_devices(1, 1) == "GPU-cd"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [engine.visible_devices(first, 4) for first in (0, 4)] == ["0,1,2,3", "4,5,6,7"]
+
+
+def test_a_config_that_vllm_refuses_is_told(codec):
+    with pytest.raises(EngineError, match=r"heads \(3\) must be divisible by tensor parallel size \(2\)"):
+        engine.VLLMEngine(TOY, codec, max_len=320, max_images=8, max_num_seqs=4, tensor_parallel=2)
+
+
 def test_a_missing_parameter_is_an_error(vllm_engine, policy):
     """The last test of the file: vLLM refuses further pushes after a failed one, and a run ends there."""
 

@@ -245,7 +245,7 @@ def test_engine_and_trainer_that_disagree_stop_the_run(codec, tmp_path):
         logp, _ = plain_logprobs(plain_toy(), codec, t)
 
     class Engine:
-        off = 0.0
+        off, leads = 0.0, True
 
         def generate(self, ids, views, **kwargs):
             return Generation(

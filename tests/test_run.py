@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import families
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -121,6 +122,7 @@ def test_ppo_with_all_its_models_on_two_ranks(toy_data, tmp_path, run_script, ob
     [
         (["--kl_target=0.1"], "ConfigError: kl_target adapts kl_reward_coef, which is 0"),
         (["--advantage=gea"], "ConfigError: advantage must be one of grpo, rloo"),
+        (["--rollout_tp=2"], "ConfigError: rollout_tp 2 must divide the ranks of a host, 1: they share an engine"),
         (["--stepz=3"], "ConfigError: --stepz: unknown key 'stepz'; did you mean 'steps'?"),
         (["--model=no/such/folder"], "DataError: model folder 'no/such/folder'"),
         (["--train_files=['gone.parquet']", "--prepare="], "DataError: data file 'gone.parquet'"),
@@ -228,6 +230,32 @@ def test_a_killed_trainer_leaves_no_engine_behind(endless):
     while time.time() < deadline and any(_session(p.pid) == session for p in psutil.process_iter()):
         time.sleep(0.1)
     assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
+
+
+def test_two_ranks_share_an_engine(toy_data, tmp_path, run_script):
+    """rollout_tp = 2: one engine with two workers; its trajectories, shared out, make the updates that one rank makes."""
+    folder = families.save("qwen2_5_vl", families.make_lm("qwen2_5_vl"), str(tmp_path / "model"))
+    run = [
+        *arguments(toy_data, "OUT"),
+        f"--model={folder}",
+        "--steps=2",
+        "--show=0",
+        "--advantage=gae",
+        "--kl_coef=0.1",
+    ]
+    command = lambda name: [f"--out_dir={tmp_path / name}" if a == "--out_dir=OUT" else a for a in run]  # noqa: E731
+    run_script("train.py", *command("one"), check=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_script(*torchrun, "train.py", *command("two"), "--rollout_tp=2", check=True)
+    assert f"starting vLLM on {folder}, 1 engine(s)" in done.stdout
+    (_, one, evals), (_, two, evals2) = read_log(tmp_path / "one"), read_log(tmp_path / "two")
+    assert len(one) == len(two) == 2
+    for a, b in zip(one + evals, two + evals2, strict=True):
+        for key in ("reward/mean", "sampled_len/mean", "loss", "grad_norm", "kl", "critic/loss", "critic/grad_norm"):
+            if key in a:  # an evaluation has none of them
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
+    assert all(r["push/error"] < 1e-4 and r["mismatch/max"] < 1e-4 for r in two)
+    assert evals2[-1]["eval/sampled_len/mean"] == evals[-1]["eval/sampled_len/mean"]
 
 
 def test_a_dead_engine_ends_the_run_with_one_sentence(endless):

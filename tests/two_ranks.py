@@ -34,6 +34,22 @@ def check_exchange():
     assert dist.exchange([[], ["x"]] if me == 0 else [[], []]) == ([] if me == 0 else ["x"])
 
 
+def check_share_out(learner, codec):
+    """Two ranks share an engine: what rank 0 rolled out is dealt to both by whole groups, about as many tokens each."""
+    rows = [text_row(codec, times) for times in (3, 9, 2, 3, 9, 2)]
+    for t, group in zip(rows, (1, 0, 2, 1, 0, 2), strict=True):
+        t.group_id, t.sample = group, "encoded images"
+    learner.cfg.rollout_tp = 2
+    mine = learner.share_out(rows if dist.IS_MAIN else [])
+    groups = dist.gather([t.group_id for t in mine])
+    assert sorted(groups) == [[0, 0], [1, 1, 2, 2]], "the long group alone, the two short ones together"
+    everyone = [t for part in dist.gather([(t.tokens, t.sample) for t in mine]) for t in part]
+    assert sorted(everyone) == sorted((t.tokens, None) for t in rows), "each row once, its sample left behind"
+    assert all(t.sample for t in rows), "and still there"
+    learner.cfg.rollout_tp = 1
+    assert learner.share_out(rows) is rows
+
+
 def backward(learner, rows, num_tokens, spare):
     """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
     batches = learner._microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare, balance=True)
@@ -58,6 +74,7 @@ def main():
     codec = Codec(TOY)
     learner = Learner(load_config(["configs/toy.py", "--microbatch_tokens=250"]), codec)
     assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
+    check_share_out(learner, codec)
     spare = text_row(codec)
     spare.response_mask = [0] * len(spare.tokens)
     saved = {}
