@@ -33,7 +33,7 @@ from losses import (
     rloo_advantages,
     value_loss,
 )
-from model import Critic, Policy, add_lora, clip_grad_norm, load_lm, make_accelerator, shard
+from model import Critic, Policy, add_lora, checkpoint_layers, clip_grad_norm, load_lm, make_accelerator, shard
 from rollout import Trajectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +72,7 @@ class Learner:
         if self.cfg.freeze_vision and self.codec.has_vision:
             lm.model.visual.requires_grad_(False)
         if self.cfg.gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(lm)
         return lm
 
     def _adamw(self, module, lr: float) -> torch.optim.AdamW:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
@@ -91,6 +92,18 @@ def load_lm(folder: str, dtype: torch.dtype) -> nn.Module:
     if not torch.cuda.is_available():
         use_cpu_fast_paths(lm)
     return lm
+
+
+def checkpoint_layers(lm: nn.Module) -> None:
+    """Gradient checkpointing: the backward pass computes the insides of decoder layers and vision blocks once more.
+
+    transformers does so in training mode alone, and a loaded model is in evaluation mode. Only the layers themselves
+    change it: what is inside them, dropout too, stays as it was, or engine and trainer would compute different things.
+    """
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    for m in lm.modules():
+        if isinstance(m, GradientCheckpointingLayer):
+            m.training = True
 
 
 # ---------------------------------------------------------------------------------------------------- LoRA

@@ -3,14 +3,17 @@
 import dataclasses
 import math
 import os
+from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from conftest import TOY
+from PIL import Image
 from test_model import make_rows, plain_logits, plain_toy, relative_error, text_row
 
 from config import Config
-from data import Sample
+from data import Codec, Sample, View, pack_rows
 from engine import Generation
 from learner import Learner, ParityError, filler
 from model import MergedWeights, Policy, load_lm, save_hf
@@ -340,3 +343,32 @@ def test_freeze_vision(codec, tmp_path):
     learner = learner_for(codec, tmp_path, freeze_vision=True)
     seen = gradients(learner, trajectories(codec))
     assert seen and not any("visual" in n for n in seen)
+
+
+@pytest.mark.parametrize("family", families.VISION_FAMILIES)
+def test_gradient_checkpointing_saves_memory_and_changes_no_gradient(tmp_path, family):
+    """Counted by autograd itself: what forward keeps for backward. Three decoder layers and two vision blocks."""
+    folder = families.save(family, families.make_lm(family), str(tmp_path / family))
+    codec = Codec(folder)
+    side = families.FACTOR[family] * 8
+    views = [View.of(Image.effect_noise((side, side), 90).convert("RGB")) for _ in range(2)]
+    ids = codec.encode_slots("<image><image> What is the digit? ") + codec.encode("it is the seven " * 20)
+    tokens = codec.expand(ids, [v.image.size for v in views])
+    row = SimpleNamespace(tokens=tokens, response_mask=[0] * 150 + [1] * (len(tokens) - 150), views=views)
+    batch, kept, gradients = pack_rows([row], codec), [], []
+    for on in (False, True):
+        learner = learner_for(codec, tmp_path, model=folder, gradient_checkpointing=on)
+        saved = {}
+
+        def keep(tensor, saved=saved):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # held: no address comes twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            logprobs, _ = learner.policy(batch)
+        logprobs.sum().backward()
+        weights = {p.untyped_storage().data_ptr() for p in learner.policy.parameters()}
+        kept.append(sum(s.nbytes() for address, s in saved.items() if address not in weights))
+        gradients.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))
+    assert kept[1] < 0.5 * kept[0]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
