@@ -119,6 +119,7 @@ class Config:
     microbatch_tokens: int = 16384  # tokens per backward on one rank; a longer trajectory is alone
     freeze_vision: bool = False  # the vision tower keeps its weights
     gradient_checkpointing: bool = False
+    offload: bool = False  # parameters, gradients and optimizer states live on the host; slower, for small devices
     device_gb: float = 80.0  # memory of one GPU in GB (2^30), for `train.py --plan` alone
     dtype: str = "bfloat16"  # compute; master weights are always float32
     # once in a while

@@ -33,6 +33,13 @@ def init() -> None:
         _store = torch_dist.PrefixStore("counters", store)
 
 
+def init_alone() -> None:
+    """A group of one process, for what works on groups alone (FSDP2 with offload)."""
+    if not torch_dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
+
+
 def take(counter: str) -> int:
     """The next number of a counter that all ranks share: 0, 1, 2, ... each given out once."""
     if _store is not None:

@@ -50,7 +50,9 @@ class Learner:
         self.cfg, self.codec = cfg, codec
         self.num_updates = cfg.num_epochs * cfg.num_minibatches  # of the policy, per step
         lm = self._load()
-        self.accelerator = make_accelerator(lm, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype])
+        self.accelerator = make_accelerator(
+            lm, world_size=dist.WORLD_SIZE, dtype=DTYPES[cfg.dtype], offload=cfg.offload
+        )
         if cfg.lora_rank:
             add_lora(lm, cfg.lora_rank, cfg.lora_alpha)
         policy = Policy(lm, codec.banned_ids)
@@ -61,14 +63,14 @@ class Learner:
             self.critic, self.critic_optimizer = shard(self.accelerator, critic, self._adamw(critic, cfg.critic_lr))
         self.needs_reference = bool(cfg.kl_coef or cfg.kl_reward_coef)
         if self.needs_reference and not cfg.lora_rank:  # with LoRA the reference is the policy without its adapters
-            frozen = Policy(load_lm(cfg.model, torch.float32), codec.banned_ids).requires_grad_(False)
+            frozen = Policy(self._load(), codec.banned_ids).requires_grad_(False)
             # accelerate shards a model only together with an optimizer; this one never steps and holds no state.
             self.reference, _ = shard(self.accelerator, frozen, torch.optim.SGD(frozen.parameters(), lr=0.0))
         self.kl = AdaptiveKL(cfg.kl_reward_coef, cfg.kl_target)
         self.skipped_updates = 0
 
     def _load(self):
-        lm = load_lm(self.cfg.model, torch.float32)  # master weights
+        lm = load_lm(self.cfg.model, torch.float32, weights=dist.IS_MAIN)  # master weights; see model.shard
         if self.cfg.freeze_vision and self.codec.has_vision:
             lm.model.visual.requires_grad_(False)
         if self.cfg.gradient_checkpointing:
@@ -77,7 +79,8 @@ class Learner:
 
     def _adamw(self, module, lr: float) -> torch.optim.AdamW:
         trained = [p for p in module.parameters() if p.requires_grad]
-        return torch.optim.AdamW(trained, lr, betas=tuple(self.cfg.adam_betas), weight_decay=self.cfg.weight_decay)
+        options = dict(betas=tuple(self.cfg.adam_betas), weight_decay=self.cfg.weight_decay)
+        return torch.optim.AdamW(trained, lr, fused=self.cfg.offload or None, **options)
 
     # ------------------------------------------------------------------------------------------------ 3. annotate
     def share_out(self, rows: list[Trajectory]) -> list[Trajectory]:

@@ -8,19 +8,20 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, init_empty_weights
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
+import dist
 from data import DataError, MicroBatch
 from losses import token_logprobs, token_values
 
@@ -80,13 +81,25 @@ def use_cpu_fast_paths(lm: nn.Module) -> None:
         _linear_patch_embed(lm.model.visual.patch_embed)
 
 
-def load_lm(folder: str, dtype: torch.dtype) -> nn.Module:
-    """The model of a Hugging Face folder, ready to train; on a machine without a GPU with the fast paths above."""
+def load_lm(folder: str, dtype: torch.dtype, *, weights: bool = True) -> nn.Module:
+    """The model of a Hugging Face folder, ready to train; on a machine without a GPU with the fast paths above.
+
+    Without `weights` its parameters have no values yet, and take no memory until they get some.
+    """
     attention = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
     try:
         config = AutoConfig.from_pretrained(folder)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        lm = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        if weights:
+            lm = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+        else:
+            with init_empty_weights(include_buffers=False):  # on the meta device
+                lm = auto.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+            for module in lm.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        module._parameters[name] = nn.Parameter(torch.empty_like(p, device="cpu"))
+            lm.tie_weights()
     except (OSError, ValueError) as e:
         raise DataError(f"model folder {folder!r}: {str(e).splitlines()[0]}") from None
     if not torch.cuda.is_available():
@@ -121,20 +134,21 @@ class MergedWeights:
     saving. With several ranks all of them walk through it together: gathering is a collective.
     """
 
-    def __init__(self, lm: nn.Module):
-        self.lm = lm
+    def __init__(self, lm: nn.Module, device: torch.device):
+        self.lm, self.device = lm, device
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, p in self.lm.named_parameters():
             if ".lora_" in name:
                 continue
+            p = p.detach().to(self.device)  # with offload it lives on the host
             if ".base_layer." not in name:
                 yield name, p
                 continue
             path, _, kind = name.rpartition(".base_layer.")
             if kind == "weight":
                 layer = self.lm.get_submodule(path)
-                a, b = (_whole(m["default"].weight) for m in (layer.lora_A, layer.lora_B))
+                a, b = (_whole(m["default"].weight.to(self.device)) for m in (layer.lora_A, layer.lora_B))
                 p = _whole(p) + layer.scaling["default"] * (b @ a)
             yield f"{path}.{kind}", p
 
@@ -196,7 +210,7 @@ class Policy(nn.Module):
 
     def weights(self) -> MergedWeights:
         """What the engine takes and `save_hf` writes."""
-        return MergedWeights(self.lm)
+        return MergedWeights(self.lm, self.banned.device)
 
     @contextlib.contextmanager
     def without_lora(self):
@@ -227,24 +241,29 @@ class Critic(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------- accelerate
-def make_accelerator(lm: nn.Module, *, world_size: int, dtype: torch.dtype) -> Accelerator:
+def make_accelerator(lm: nn.Module, *, world_size: int, dtype: torch.dtype, offload: bool = False) -> Accelerator:
     """Plain on one process, FSDP2 on several, on GPUs as on CPUs.
 
     Master weights stay float32; compute runs in `dtype`, gradients are reduced in float32. The decoder layers and vision
-    blocks of `lm` are the units of sharding, the rest (embeddings, heads) belongs to the root.
+    blocks of `lm` are the units of sharding, the rest (embeddings, heads) belongs to the root. With `offload` parameters,
+    gradients and optimizer states live on the host, where the optimizer then runs; FSDP2 brings each unit to the device
+    when it is due, on one process as well.
     """
     on_cpu = not torch.cuda.is_available()
-    if world_size == 1:
+    if world_size == 1 and offload:
+        dist.init_alone()
+    elif world_size == 1:
         return Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(lm._no_split_modules),
         mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        cpu_offload=CPUOffloadPolicy(pin_memory=not on_cpu) if offload else False,
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin)
-    if on_cpu:  # accelerate takes FSDP for a GPU matter and would fall back to DDP without a word
+    if on_cpu or world_size == 1:  # accelerate takes FSDP for a matter of several GPUs and would go without, silently
         PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     if accelerator.num_processes != world_size:
@@ -253,10 +272,20 @@ def make_accelerator(lm: nn.Module, *, world_size: int, dtype: torch.dtype) -> A
 
 
 def shard(accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer):
-    """(module, optimizer), ready to train; with several ranks every parameter is sharded over them."""
+    """(module, optimizer), ready to train; with several ranks every parameter is sharded over them.
+
+    All ranks get the first one's values: it alone has loaded any, and a host holds one whole model, not one per rank.
+    """
+    whole = {name: p.detach() for name, p in module.named_parameters()} if accelerator.is_main_process else {}
     module, optimizer = accelerator.prepare(module, optimizer)
-    if accelerator.num_processes > 1 and not all(isinstance(p, DTensor) for p in module.parameters()):
-        raise RuntimeError("the parameters are not sharded: FSDP2 did not take effect")
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return module, optimizer
+    for name, p in module.named_parameters():
+        if not isinstance(p, DTensor):
+            raise RuntimeError(f"{name} is not sharded: FSDP2 did not take effect")
+        value = whole.pop(name) if whole else torch.empty(p.shape, dtype=p.dtype)
+        shares = distribute_tensor(value.to(p.device_mesh.device_type), p.device_mesh, p.placements)  # from rank 0
+        p.detach().to_local().copy_(shares.to_local())
     return module, optimizer
 
 

@@ -251,7 +251,7 @@ def test_two_ranks_give_the_gradient_of_one(codec, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     saved = torch.load(tmp_path / "gradients.pt")
-    for case, rows in {"many": odd_rows(codec), "one": make_rows(codec, 2)[1:]}.items():
+    for case, rows in {"many": odd_rows(codec), "one": make_rows(codec, 2)[1:], "offload": odd_rows(codec)}.items():
         expected = plain_gradient(plain_toy(), codec, rows)
         assert set(saved[case]["gradients"]) == set(expected)
         assert relative_error(expected, saved[case]["gradients"]) < 1e-5

@@ -232,30 +232,36 @@ def test_a_killed_trainer_leaves_no_engine_behind(endless):
     assert [p.pid for p in psutil.process_iter() if _session(p.pid) == session] == []
 
 
-def test_two_ranks_share_an_engine(toy_data, tmp_path, run_script):
-    """rollout_tp = 2: one engine with two workers; its trajectories, shared out, make the updates that one rank makes."""
+def test_sharing_an_engine_and_offload_change_nothing(toy_data, tmp_path, run_script):
+    """The same two updates: on one rank; on one that keeps weights and moments on the host and computes layers twice; on two
+    ranks (rollout_tp = 2) with one engine of two workers, whose trajectories they share."""
     folder = families.save("qwen2_5_vl", families.make_lm("qwen2_5_vl"), str(tmp_path / "model"))
-    run = [
-        *arguments(toy_data, "OUT"),
-        f"--model={folder}",
-        "--steps=2",
-        "--show=0",
-        "--advantage=gae",
-        "--kl_coef=0.1",
-    ]
-    command = lambda name: [f"--out_dir={tmp_path / name}" if a == "--out_dir=OUT" else a for a in run]  # noqa: E731
-    run_script("train.py", *command("one"), check=True)
+    more = [f"--model={folder}", "--steps=2", "--show=0", "--advantage=gae", "--kl_coef=0.1"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run_script(*torchrun, "train.py", *command("two"), "--rollout_tp=2", check=True)
-    assert f"starting vLLM on {folder}, 1 engine(s)" in done.stdout
-    (_, one, evals), (_, two, evals2) = read_log(tmp_path / "one"), read_log(tmp_path / "two")
-    assert len(one) == len(two) == 2
-    for a, b in zip(one + evals, two + evals2, strict=True):
-        for key in ("reward/mean", "sampled_len/mean", "loss", "grad_norm", "kl", "critic/loss", "critic/grad_norm"):
-            if key in a:  # an evaluation has none of them
-                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), key
-    assert all(r["push/error"] < 1e-4 and r["mismatch/max"] < 1e-4 for r in two)
-    assert evals2[-1]["eval/sampled_len/mean"] == evals[-1]["eval/sampled_len/mean"]
+    runs = {
+        "one": ["train.py"],
+        "host": ["train.py", "--offload=True", "--gradient_checkpointing=True"],
+        "shared": [*torchrun, "train.py", "--rollout_tp=2"],
+    }
+    said = {
+        name: run_script(*run, *arguments(toy_data, tmp_path / name), *more, check=True) for name, run in runs.items()
+    }
+    assert f"starting vLLM on {folder}, 1 engine(s)" in said["shared"].stdout
+    logs = {name: read_log(tmp_path / name) for name in runs}
+    for name in ("host", "shared"):
+        for a, b in zip(logs["one"][1], logs[name][1], strict=True):
+            for key in (
+                "reward/mean",
+                "sampled_len/mean",
+                "loss",
+                "grad_norm",
+                "kl",
+                "critic/loss",
+                "critic/grad_norm",
+            ):
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-6), (name, key)
+            assert b["push/error"] < 1e-4 and b["mismatch/max"] < 1e-4
+        assert logs[name][2][-1]["eval/sampled_len/mean"] == logs["one"][2][-1]["eval/sampled_len/mean"]
 
 
 def test_a_dead_engine_ends_the_run_with_one_sentence(endless):

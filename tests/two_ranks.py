@@ -6,6 +6,7 @@ import torch
 from conftest import TOY
 from PIL import Image
 from test_model import make_rows, odd_rows, text_row
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 import dist
@@ -71,8 +72,8 @@ def main():
     taken = dist.gather([dist.take("work") for _ in range(50 if dist.IS_MAIN else 20)])
     assert sorted(taken[0] + taken[1]) == list(range(70)), "each number once"
     check_exchange()
-    codec = Codec(TOY)
-    learner = Learner(load_config(["configs/toy.py", "--microbatch_tokens=250"]), codec)
+    codec, config = Codec(TOY), ["configs/toy.py", "--microbatch_tokens=250"]
+    learner = Learner(load_config(config), codec)
     assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
     check_share_out(learner, codec)
     spare = text_row(codec)
@@ -88,6 +89,10 @@ def main():
             assert all(chunk for ranks in held for chunk in ranks), "both ranks have work"
         else:
             assert held[1] == [[]]
+    on_host, rows = Learner(load_config([*config, "--offload=True"]), codec), odd_rows(codec)
+    policy = on_host.policy._get_fsdp_state()._fsdp_param_group.offload_policy
+    assert isinstance(policy, CPUOffloadPolicy), "FSDP2 itself must know of it"
+    saved["offload"], _ = backward(on_host, rows, sum(sum(r.response_mask) for r in rows), spare)
     if dist.IS_MAIN:
         torch.save(saved, f"{sys.argv[1]}/gradients.pt")
     dist.finish()
