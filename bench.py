@@ -296,7 +296,7 @@ def bench_packing(models: list[str], repeats: int) -> dict:
     """Forward and backward of the same rows and budget: packed, against one padded batch after the other."""
     import torch
 
-    from data import make_microbatches, plan_microbatches
+    from data import pack_rows, plan_microbatches
     from losses import token_logprobs
     from model import Policy, use_cpu_fast_paths
 
@@ -331,7 +331,7 @@ def bench_packing(models: list[str], repeats: int) -> dict:
             rows = [Row.of(n, rng) for n in lengths]
             padded = padded_batches(rows, max_tokens)
             plan = plan_microbatches(lengths, 1, max_tokens)[0]
-            packed = make_microbatches([[rows[i] for i in chunk] for chunk in plan], codec)
+            packed = [pack_rows([rows[i] for i in chunk], codec) for chunk in plan]
             computed = sum(len(b) * max(len(r.tokens) for r in b) for b in padded)
             ways = {
                 "padded": (run_padded, plain, padded, computed),

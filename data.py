@@ -1,8 +1,8 @@
 """From parquet rows to samples, and from finished trajectories to micro-batches.
 
 The path of one image: its encoded bytes stay in the `Sample` (one copy for the whole group); `make_view` turns it into
-the picture the model sees, whose size alone decides the number of image tokens; `pixel_values` are made last, when
-micro-batches are built, once per distinct image.
+the picture the model sees, whose size alone decides the number of image tokens; `pixel_values` are made last, when a
+micro-batch is due, once per distinct image in it.
 """
 
 import hashlib
@@ -413,7 +413,7 @@ class MicroBatch:
         cu_seqlens     0                   9                17             23
 
     Attention stays within a trajectory and positions restart, so that each gets the logits that it would get alone.
-    `pixel_values` hold each distinct image once; `image_index[k]` says which of them the k-th image slot shows.
+    `views` are the distinct images, `pixel_values` theirs; `image_index[k]` says which of them the k-th image slot shows.
     """
 
     rows: list  # the trajectories, in this order
@@ -429,7 +429,8 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    pixel_values: torch.Tensor | None = None  # (patches, dim)
+    views: list[View] = field(default_factory=list)  # the distinct images
+    pixel_values: torch.Tensor | None = None  # (patches, dim), once they are made
     image_grid_thw: torch.Tensor | None = None  # (distinct images, 3)
     image_index: torch.Tensor | None = None  # (image slots,)
 
@@ -493,17 +494,11 @@ def _fill(lengths: list[int], order: list[int], num: int, max_tokens: int) -> li
     return chunks
 
 
-def make_pixels(rows: list, codec: Codec) -> dict[str, torch.Tensor]:
-    """{uuid: pixel values} of every distinct image that the rows show, each processed once, in threads."""
-    views = {v.uuid: v for r in rows for v in r.views}
-    pixels = _PIXEL_THREADS.map(lambda v: codec.pixel_values([v.image])[0], views.values())
-    return dict(zip(views, pixels, strict=True))
-
-
-def pack_rows(rows: list, codec: Codec, pixels: dict[str, torch.Tensor] | None = None) -> MicroBatch:
+def pack_rows(rows: list, codec: Codec, *, pixels: bool = True) -> MicroBatch:
     """Rows (with `tokens`, `response_mask`, `views` and any of TOKEN_FIELDS) -> one micro-batch, in the given order.
 
-    `pixels` are those of `make_pixels` for these rows, and perhaps others; made here if they are not given.
+    How rows are laid out changes no gradient: the loss is a sum over tokens. Without `pixels`, which take most of the
+    memory, it waits for `load_pixels`.
     """
     if any(r.response_mask[0] for r in rows):  # in a packed row the trajectory before it would
         raise ValueError("the first token of a trajectory cannot be a response token: nothing predicts it")
@@ -523,22 +518,34 @@ def pack_rows(rows: list, codec: Codec, pixels: dict[str, torch.Tensor] | None =
         batch.read(name)
     if slots:
         # Equal sizes side by side: attention within images runs as one batch per run of them.
-        distinct = sorted({v.uuid: v for v in slots}.values(), key=lambda v: v.image.size)
-        number = {v.uuid: k for k, v in enumerate(distinct)}
-        pixels = make_pixels(rows, codec) if pixels is None else pixels
-        batch.pixel_values = torch.cat([pixels[v.uuid] for v in distinct])
-        batch.image_grid_thw = torch.tensor([codec.grid(v.image.size) for v in distinct])
+        batch.views = sorted({v.uuid: v for v in slots}.values(), key=lambda v: v.image.size)
+        number = {v.uuid: k for k, v in enumerate(batch.views)}
+        batch.image_grid_thw = torch.tensor([codec.grid(v.image.size) for v in batch.views])
         batch.image_index = torch.tensor([number[v.uuid] for v in slots])
-    return batch
+    return with_pixels(batch, codec) if pixels else batch
 
 
 _PIXEL_THREADS = ThreadPoolExecutor(2, thread_name_prefix="pixels")
+_AHEAD = ThreadPoolExecutor(1, thread_name_prefix="ahead")
 
 
-def make_microbatches(chunks: list[list], codec: Codec) -> list[MicroBatch]:
-    """One micro-batch per chunk of rows. How rows are laid out changes no gradient: the loss is a sum over tokens."""
-    pixels = make_pixels([r for rows in chunks for r in rows], codec)  # a group's image is in several micro-batches
-    return [pack_rows(rows, codec, pixels) for rows in chunks]
+def with_pixels(batch: MicroBatch, codec: Codec) -> MicroBatch:
+    """The micro-batch with the pixels of its views, each processed once, in threads."""
+    if not batch.views:
+        return batch
+    pixels = _PIXEL_THREADS.map(lambda v: codec.pixel_values([v.image])[0], batch.views)
+    return replace(batch, pixel_values=torch.cat(list(pixels)))
+
+
+def load_pixels(batches: list[MicroBatch], codec: Codec) -> Iterator[MicroBatch]:
+    """The micro-batches with their pixels, made while the one before is computed: a few of them are held at a time, where
+    those of a whole step would be hundreds of gigabytes on a host.
+    """
+    futures = (_AHEAD.submit(with_pixels, batch, codec) for batch in batches)
+    coming = next(futures, None)
+    while coming:
+        batch, coming = coming.result(), next(futures, None)
+        yield batch
 
 
 def add_blank_image(batch: MicroBatch, codec: Codec) -> None:
@@ -546,9 +553,10 @@ def add_blank_image(batch: MicroBatch, codec: Codec) -> None:
 
     Under FSDP a rank that skips the vision tower skips its collectives, and the others wait for ever.
     """
-    if batch.pixel_values is None:
+    if not batch.views:
         side = codec.patch_size * codec.merge_size
-        batch.pixel_values, batch.image_grid_thw = codec.pixel_values([Image.new("RGB", (side, side))])
+        batch.views = [View.of(Image.new("RGB", (side, side)))]
+        batch.image_grid_thw = torch.tensor([codec.grid((side, side))])
         batch.image_index = torch.zeros(0, dtype=torch.long)
 
 

@@ -12,12 +12,13 @@ all micro-batches of all ranks.
 import copy
 import os
 import random
+from collections.abc import Iterator
 
 import torch
 
 import dist
 from config import Config
-from data import TOKEN_FIELDS, Codec, MicroBatch, add_blank_image, make_microbatches, pack_rows, plan_microbatches
+from data import TOKEN_FIELDS, Codec, MicroBatch, add_blank_image, load_pixels, pack_rows, plan_microbatches
 from losses import (
     POLICY_LOSSES,
     AdaptiveKL,
@@ -111,8 +112,7 @@ class Learner:
         old = cfg.old_logprobs == "trainer" and (self.num_updates > 1 or cfg.kl_reward_coef)
         if not (old or self.needs_reference or self.critic):
             return
-        for batch in self._microbatches(rows, spare, balance=False):
-            batch = batch.to(self.accelerator.device)
+        for batch in self._ready(self._microbatches(rows, spare, balance=False)):
             if old:
                 batch.write("old_logprobs", self.policy(batch, cfg.temperature)[0])
             if self.needs_reference:
@@ -197,8 +197,8 @@ class Learner:
 
     def _microbatches(self, rows: list[Trajectory], spare: Trajectory, *, balance: bool) -> list[MicroBatch]:
         """This rank's micro-batches, as many as on every other rank; `balance` moves rows between ranks, so that they
-        are about as full. `spare`, without a response token, stands in where a rank has nothing to do. They stay on the
-        host until they are due: the pixels of a whole step are more than a device holds.
+        are about as full. `spare`, without a response token, stands in where a rank has nothing to do. They have no pixels
+        until they are due.
         """
         lengths, most = [len(t.tokens) for t in rows], self.cfg.microbatch_tokens
         if balance:
@@ -210,11 +210,16 @@ class Learner:
         else:
             mine, chunks = dict(enumerate(rows)), plan_microbatches(lengths, 1, most)[0]
             chunks += [[]] * (int(dist.largest(len(chunks))) - len(chunks))
-        batches = make_microbatches([[mine[i] for i in chunk] or [spare] for chunk in chunks], self.codec)
-        if dist.largest(any(b.pixel_values is not None for b in batches)):
+        packed = [[mine[i] for i in chunk] or [spare] for chunk in chunks]
+        batches = [pack_rows(rows, self.codec, pixels=False) for rows in packed]
+        if dist.largest(any(b.views for b in batches)):
             for b in batches:
                 add_blank_image(b, self.codec)
         return batches
+
+    def _ready(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Each micro-batch with its pixels, on the device, when it is due."""
+        return (batch.to(self.accelerator.device) for batch in load_pixels(batches, self.codec))
 
     # ------------------------------------------------------------------------------------------------ 6. update
     def update(self, minibatches: list[tuple[list[MicroBatch], int]], step: int) -> dict[str, float]:
@@ -226,13 +231,13 @@ class Learner:
             for k, (batches, num_tokens) in enumerate(minibatches):
                 name = f"step{step + 1}_update{epoch * len(minibatches) + k}"
                 if self.critic:
-                    for batch in batches:
+                    for batch in self._ready(batches):
                         self._backward_critic(batch, num_tokens, sums)
                     log["critic/grad_norm"] = self._optimize(
                         self.critic, self.critic_optimizer, cfg.critic_lr * warm, batches, f"critic_{name}"
                     )
                 if not self.critic or step >= cfg.critic_warmup_steps:
-                    for batch in batches:
+                    for batch in self._ready(batches):
                         self._backward_policy(batch, sums, tops, by_images)
                     log["grad_norm"] = self._optimize(self.policy, self.optimizer, cfg.lr * warm, batches, name)
         everyones = dist.gather((sums, tops))
@@ -243,7 +248,6 @@ class Learner:
         return log | dist.merge_means(by_images) | {"lr": cfg.lr * warm, "skipped_updates": self.skipped_updates}
 
     def _backward_policy(self, batch: MicroBatch, sums: dict, tops: dict, by_images: dict) -> None:
-        batch = batch.to(self.accelerator.device)
         cfg, mask = self.cfg, batch.response_mask
         seqs = {"seq_ids": batch.seq_ids, "num_seqs": len(batch.rows)}
         logprobs, entropy = self.policy(batch, cfg.temperature)
@@ -280,7 +284,6 @@ class Learner:
         _add(sums, metrics)
 
     def _backward_critic(self, batch: MicroBatch, num_tokens: int, sums: dict) -> None:
-        batch = batch.to(self.accelerator.device)
         values = self.critic(batch)
         loss, metrics = value_loss(values, batch.values, batch.returns, batch.response_mask, clip=self.cfg.value_clip)
         loss = loss.sum()
@@ -298,7 +301,8 @@ class Learner:
             self.skipped_updates += 1
             path = os.path.join(self.cfg.out_dir, f"nonfinite_{name}_rank{dist.RANK}.pt")
             os.makedirs(self.cfg.out_dir, exist_ok=True)
-            torch.save([{k: v for k, v in vars(b).items() if isinstance(v, torch.Tensor)} for b in batches], path)
+            saved = [{k: v for k, v in vars(b).items() if isinstance(v, torch.Tensor)} for b in self._ready(batches)]
+            torch.save(saved, path)
             print(f"the gradient norm is {norm}: no update; its micro-batches are in {path}", flush=True)
         optimizer.zero_grad(set_to_none=True)
         return norm

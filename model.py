@@ -162,6 +162,8 @@ def _whole(p: torch.Tensor) -> torch.Tensor:
 def hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:
     """Last hidden states of a packed row, (1, T, H). Each distinct image passes the vision tower once."""
     images, unused = {}, 0.0
+    if batch.views and batch.pixel_values is None:
+        raise ValueError("the micro-batch shows images, but their pixels are not made: see data.load_pixels")
     if batch.pixel_values is not None:
         features = backbone.get_image_features(batch.pixel_values, batch.image_grid_thw)
         layers = [features.pooler_output, *getattr(features, "deepstack_features", [])]  # layer -> image -> (n, H)

@@ -24,7 +24,7 @@ from data import (
     ParquetData,
     View,
     decode_image,
-    make_microbatches,
+    load_pixels,
     pack_rows,
     parse_row,
     plan_microbatches,
@@ -275,8 +275,8 @@ def test_a_text_only_model_gets_one_row_of_positions(codec, tmp_path):
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
 
 
-def test_each_image_is_processed_once_per_step(codec, monkeypatch):
-    """However many micro-batches show it; and outside the thread that asks."""
+def test_pixels_are_made_when_a_micro_batch_is_due(codec, monkeypatch):
+    """Each distinct image of it once, outside the thread that asks, and never more than one micro-batch ahead."""
     seen = []
     process = Codec.pixel_values
 
@@ -290,13 +290,20 @@ def test_each_image_is_processed_once_per_step(codec, monkeypatch):
     rows = [
         Row(codec, [4, *codec.image_ids() * len(views)], views, [6]) for views in ([a], [same, b], [wide, a], [], [b])
     ]
-    batches = make_microbatches([rows[:1], rows[1:2], rows[2:4], rows[4:]], codec)
-    assert sorted(size for _, size in seen) == [(56, 56), (56, 56), (84, 56)], "equal content is one image"
+    waiting = [pack_rows(part, codec, pixels=False) for part in (rows[:1], rows[1:2], rows[2:4], [*rows[4:], rows[4]])]
+    assert not seen and all(batch.pixel_values is None for batch in waiting)
+    batches = []
+    for k, batch in enumerate(load_pixels(waiting, codec)):
+        assert len(seen) <= [3, 5, 6, 6][k], "images of this micro-batch and of the next"
+        batches.append(batch)
+    assert all(batch.pixel_values is None for batch in waiting), "they are held by whoever computes, and nowhere else"
+    sizes = [(56, 56), (56, 56), (56, 56), (56, 56), (56, 56), (84, 56)]
+    assert sorted(size for _, size in seen) == sizes, "1 + 2 + 2 + 1: the last one shows one picture twice"
     assert all(name.startswith("pixels") for name, _ in seen)
     assert [b.image_grid_thw.tolist() for b in batches] == [
         [[1, 4, 4]], [[1, 4, 4]] * 2, [[1, 4, 4], [1, 4, 6]], [[1, 4, 4]],
     ]  # fmt: skip
-    assert [b.image_index.tolist() for b in batches] == [[0], [0, 1], [1, 0], [0]]
+    assert [b.image_index.tolist() for b in batches] == [[0], [0, 1], [1, 0], [0, 0]]
     for batch in batches:  # as if each picture had been processed alone, in the place where it is shown
         sizes = batch.image_grid_thw.prod(-1).tolist()
         shown = batch.pixel_values.split(sizes)
@@ -306,7 +313,7 @@ def test_each_image_is_processed_once_per_step(codec, monkeypatch):
 
 def test_results_go_back_to_their_rows(codec):
     rows = [Row(codec, [4, 5], [], [6]), Row(codec, [4], [], [6])]
-    batch = make_microbatches([rows[::-1]], codec)[0]
+    batch = pack_rows(rows[::-1], codec)
     batch.write("values", torch.arange(5.0)[None].requires_grad_())
     assert rows[1].values == [0, 1] and rows[0].values == [2, 3, 4]
     assert not batch.values.requires_grad

@@ -319,7 +319,7 @@ def test_lora_trains_adapters_and_merges_exactly(codec, tmp_path):
     # The adapted model says what a plain one with the merged weights says; without adapters, what it said at the start.
     lm = plain_toy()
     lm.load_state_dict(merged, strict=False)
-    batch = learner._microbatches(rows, spare_row(codec), balance=False)[0]
+    (batch,) = learner._ready(learner._microbatches(rows, spare_row(codec), balance=False))
     with torch.no_grad():
         said = learner.policy(batch)[0][0].split(batch.lengths)
         with learner.policy.without_lora():

@@ -13,7 +13,7 @@ from conftest import ROOT, TOY
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from data import Codec, View, add_blank_image, make_microbatches, pack_rows, plan_microbatches
+from data import Codec, View, add_blank_image, pack_rows, plan_microbatches, with_pixels
 from losses import clipped_policy_loss
 from model import Policy, _varlen_attention, hidden_states, load_lm, use_cpu_fast_paths
 from toy import Trace, TraceMaker
@@ -191,7 +191,7 @@ def test_gradient_does_not_depend_on_the_split(codec):
     assert 2 < len(plan) < len(rows)
     shuffled = random.Random(1).sample(range(len(rows)), len(rows))
     for split in [[range(len(rows))], [[i] for i in range(len(rows))], plan, [shuffled[:4], shuffled[4:]]]:
-        batches = make_microbatches([[rows[i] for i in chunk] for chunk in split], codec)
+        batches = [pack_rows([rows[i] for i in chunk], codec) for chunk in split]
         assert relative_error(expected, gradient(policy, batches, n)) < 1e-5
     wrong = gradient(policy, [pack_rows(rows[1:], codec)], n)
     assert relative_error(expected, wrong) > 1e-2, "the comparison can fail"
@@ -217,7 +217,9 @@ def test_a_blank_image_changes_nothing_but_reaches_every_parameter(codec, random
     batch = pack_rows([row], codec)
     without = gradient(policy, [batch], 1)
     add_blank_image(batch, codec)
-    assert batch.pixel_values is not None
+    with pytest.raises(ValueError, match="pixels are not made"):
+        policy(batch)
+    batch = with_pixels(batch, codec)
     with_blank = gradient(policy, [batch], 1)
     assert all(torch.equal(without[n], with_blank[n]) for n in without)
     assert all(p.grad is not None for p in policy.parameters())

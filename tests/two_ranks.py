@@ -54,7 +54,7 @@ def check_share_out(learner, codec):
 def backward(learner, rows, num_tokens, spare):
     """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
     batches = learner._microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare, balance=True)
-    for batch in batches:
+    for batch in learner._ready(batches):
         logprobs, _ = learner.policy(batch)
         loss, _ = clipped_policy_loss(
             logprobs, logprobs.detach(), batch.advantages, batch.response_mask, clip_low=0.2, clip_high=0.2
