@@ -609,7 +609,7 @@ def bench_ram(gb: float, group_rows: int, folder: str | None) -> dict:
         table = Table(
             "rows read", "resident, MB", title=f"{size / 2**30:.1f} GB, {rows} rows, {group_rows} to a row group"
         )
-        for sample in itertools.islice(ParquetData([path]).shuffled(0), rows):
+        for sample in ParquetData([path]).shuffled(0, 0, rows):
             step.append(rollout.prepare(sample))
             read += len(sample.images[0])
             if len(table.rows) < 8 and read >= size * (len(table.rows) + 1) / 8:

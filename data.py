@@ -5,15 +5,18 @@ the picture the model sees, whose size alone decides the number of image tokens;
 micro-batch is due, once per distinct image in it.
 """
 
+import bisect
 import hashlib
 import heapq
 import io
+import itertools
 import json
 import math
 import os
 import random
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
+from rich.progress import track
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
@@ -86,7 +90,7 @@ def parse_row(row: dict, where: str, folder: str = ".", env_name: str | None = N
     return Sample(where, row["data_source"], [dict(m) for m in prompt], images, env or "", truth, dict(extra))
 
 
-class ParquetData:
+class ParquetData(Sequence):
     """Rows of several parquet files, read lazily: at most one row group is held at a time.
 
     Small record batches are read, since one batch over a large nested column fails in Arrow ("Nested data conversions
@@ -95,9 +99,12 @@ class ParquetData:
 
     def __init__(self, files: list[str], env_name: str | None = None):
         self.env_name = env_name
-        self.groups = []  # (file, row group, first row)
+        self.groups = []  # (file, row group, number of its first row in the file)
+        self.starts = []  # the same number, counted over all files
         self.group_rows = []  # rows of each
         self.num_rows = 0
+        self.held: tuple[int, list[dict]] = (-1, [])  # (row group, its rows)
+        self.largest = (0, "")  # (bytes of the largest row group, its file)
         for path in files:
             try:
                 meta = pq.ParquetFile(path).metadata
@@ -106,7 +113,9 @@ class ParquetData:
             first = 0
             for g in range(meta.num_row_groups):
                 self.groups.append((path, g, first))
+                self.starts.append(self.num_rows + first)
                 self.group_rows.append(meta.row_group(g).num_rows)
+                self.largest = max(self.largest, (meta.row_group(g).total_byte_size, path))
                 first += self.group_rows[-1]
             self.num_rows += first
         if self.num_rows == 0:
@@ -124,35 +133,52 @@ class ParquetData:
                 found.setdefault(value or "", f"{path} row {first + i}")
         return found
 
-    def _read_group(self, g: int) -> Iterator[Sample]:
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, i: int) -> Sample:
+        """Row `i` in file order. Its row group stays at hand until a row of another one is asked for."""
+        if not 0 <= i < self.num_rows:
+            raise IndexError(i)
+        g = bisect.bisect_right(self.starts, i) - 1
         path, group, first = self.groups[g]
-        row_number = first
-        for batch in pq.ParquetFile(path).iter_batches(batch_size=16, row_groups=[group]):
-            for row in batch.to_pylist():
-                yield parse_row(row, f"{path} row {row_number}", os.path.dirname(path), self.env_name)
-                row_number += 1
+        if self.held[0] != g:
+            self.held = g, []  # the old one goes before the new one comes
+            for batch in pq.ParquetFile(path).iter_batches(batch_size=16, row_groups=[group]):
+                self.held[1].extend(batch.to_pylist())
+        k = i - self.starts[g]
+        return parse_row(self.held[1][k], f"{path} row {first + k}", os.path.dirname(path), self.env_name)
 
-    def __iter__(self) -> Iterator[Sample]:
-        """Every row once, in file order."""
-        for g in range(len(self.groups)):
-            yield from self._read_group(g)
+    def shuffled(self, seed: int, start: int, num: int) -> "Rows":
+        """`num` rows of an endless order, from position `start` on; the same for any number of ranks.
 
-    def shuffled(self, seed: int, start: int = 0) -> Iterator[Sample]:
-        """Rows without end: each epoch permutes the row groups and the rows within each; the same for any rank count.
-
-        The first `start` rows are left out, and the row groups that hold nothing else are not read.
+        Each epoch permutes the row groups and the rows within each, so that row groups are read one after the other.
         """
-        epoch, skip = 0, start
-        while True:
-            rng = random.Random(f"{seed}-{epoch}")
+        numbers: list[int] = []
+        for epoch in itertools.count(start // self.num_rows):
+            rng, position = random.Random(f"{seed}-{epoch}"), epoch * self.num_rows
             for g in rng.sample(range(len(self.groups)), len(self.groups)):
                 order = list(range(self.group_rows[g]))
                 rng.shuffle(order)
-                if skip < len(order):
-                    rows = list(self._read_group(g))
-                    yield from (rows[i] for i in order[skip:])
-                skip = max(0, skip - len(order))
-            epoch += 1
+                skip = max(0, start - position)
+                numbers += [self.starts[g] + k for k in order[skip:]]
+                position += len(order)
+                if len(numbers) >= num:
+                    return Rows(self, numbers[:num])
+
+
+@dataclass(frozen=True)
+class Rows(Sequence):
+    """Some rows of a ParquetData, by number; each is read when it is asked for."""
+
+    data: ParquetData
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.data[self.numbers[i]]
 
 
 # ---------------------------------------------------------------------------------------------------- images
@@ -560,9 +586,24 @@ def add_blank_image(batch: MicroBatch, codec: Codec) -> None:
         batch.image_index = torch.zeros(0, dtype=torch.long)
 
 
+def regroup(source: str, target: str, rows: int = 64) -> None:
+    """Copies a parquet file into one with row groups of `rows` rows, holding no more than that at a time."""
+    file = pq.ParquetFile(source)
+    with pq.ParquetWriter(f"{target}.tmp", file.schema_arrow, compression="none") as writer:
+        for batch in track(file.iter_batches(batch_size=rows), f"{target}", total=-(-file.metadata.num_rows // rows)):
+            writer.write_batch(batch, row_group_size=rows)
+    os.replace(f"{target}.tmp", target)
+
+
 def write_parquet(path: str, rows: list[dict], row_group_size: int = 64) -> None:
     """Rows in VeRL's format -> parquet, in row groups small enough to be read one at a time."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     tmp = f"{path}.tmp"
     pq.write_table(pa.Table.from_pylist(rows), tmp, row_group_size=row_group_size, compression="none")
     os.replace(tmp, path)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "regroup":
+        sys.exit("python data.py regroup LARGE_GROUPS.parquet SMALL_GROUPS.parquet")
+    regroup(*sys.argv[2:])

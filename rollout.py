@@ -19,7 +19,7 @@ import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -289,7 +289,7 @@ class Rollout:
     # ------------------------------------------------------------------------------------------------ groups
     async def run(
         self,
-        samples: list[Sample],
+        samples: Sequence[Sample],
         group_size: int,
         temperature: float,
         *,
@@ -300,11 +300,12 @@ class Rollout:
     ) -> list[Trajectory]:
         """The trajectories of those groups that this rank took, in order. Nothing waits for anything but its own turn.
 
-        `samples` are the step's prompts, the same on every rank. `take()` gives the number of the next one to whichever
-        rank asks, each number once (`dist.take`); a rank asks while it has fewer than `max_inflight` trajectories
-        running, so that a rank with short trajectories takes more groups. Seeds depend on the group's number and the
-        member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears of each that ends,
-        `heartbeat` every half minute of what the trajectories are doing; as often the engine is asked whether it lives.
+        `samples` are the step's prompts, the same on every rank; a rank reads those that it takes. `take()` gives the number
+        of the next one to whichever rank asks, each number once (`dist.take`); a rank asks while it has fewer than
+        `max_inflight` trajectories running, so that a rank with short trajectories takes more groups. Seeds depend on the
+        group's number and the member's alone: a group's trajectories do not depend on who rolls them out. `on_end` hears
+        of each that ends, `heartbeat` every half minute of what the trajectories are doing; as often the engine is asked
+        whether it lives.
         """
         loop = asyncio.get_running_loop()
         room = asyncio.Condition()
@@ -343,7 +344,8 @@ class Rollout:
                 pulse = tasks.create_task(beat())
                 while (i := take()) < len(samples):
                     running += group_size  # a whole group starts at once: its members share images and prefix
-                    groups.append(tasks.create_task(group(first_group + i, samples[i])))
+                    sample = await loop.run_in_executor(self.images, samples.__getitem__, i)  # reads it from disk
+                    groups.append(tasks.create_task(group(first_group + i, sample)))
                     async with room:
                         await room.wait_for(has_room)
                 await asyncio.gather(*groups)

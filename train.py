@@ -103,14 +103,16 @@ def evaluate(
     rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float, step: int
 ) -> dict[str, float]:
     """One trajectory per row, through the very code that training uses, after `step` steps."""
-    episode = rollout.run(list(data), 1, temperature, take=hand_out(engine, f"evaluation after {step}"))
+    episode = rollout.run(data, 1, temperature, take=hand_out(engine, f"evaluation after {step}"))
     trajectories = engine.run(episode)
     means = dist.merge_means(rollout_metrics(trajectories))
     names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
 
 
-def roll_out(cfg: Config, rollout: Rollout, engine: VLLMEngine, stream, step: int, rows_drawn: int, report: Report):
+def roll_out(
+    cfg: Config, rollout: Rollout, engine: VLLMEngine, data: ParquetData, step: int, rows_drawn: int, report: Report
+):
     """Steps 1 and 2: (all trajectories, those to learn from, greedy baselines, rows drawn so far).
 
     With `refill_rounds` groups whose rewards are all equal, which teach nothing, are drawn anew; the last round stays as
@@ -121,7 +123,7 @@ def roll_out(cfg: Config, rollout: Rollout, engine: VLLMEngine, stream, step: in
         missing = cfg.prompts_per_step - int(dist.total(len({t.group_id for t in kept})))
         if missing <= 0:
             break
-        samples = [next(stream) for _ in range(missing)]  # the same on every rank, which takes of them
+        samples = data.shuffled(cfg.seed, rows_drawn, missing)  # the same on every rank, which takes of them
         take = hand_out(engine, f"groups of step {step} round {round_}")
         shown = dict(on_end=report.tick, heartbeat=report.note)
         new = engine.run(
@@ -281,18 +283,22 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
                 print(agree)
             return
         report = Report(cfg, start["log_position"])
+        for size, path in (d.largest for d in (data, eval_data) if d):
+            if size > 1 << 28:
+                report.note(
+                    f"{path} has row groups of {size >> 20} MB, and every rank holds one: python data.py regroup"
+                )
         report.note(f"going on from {path}\n{agree}" if path else agree)
         if eval_data and not path:
             report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, 0)})
 
         rows_drawn = start["rows_drawn"]
-        stream = data.shuffled(cfg.seed, rows_drawn)
         trajectories = []
         for step in range(start["step"], cfg.steps):
             clock = Clock()
 
             # 1. roll out, 2. reward
-            trajectories, kept, baselines, rows_drawn = roll_out(cfg, rollout, engine, stream, step, rows_drawn, report)
+            trajectories, kept, baselines, rows_drawn = roll_out(cfg, rollout, engine, data, step, rows_drawn, report)
             judged = judge_metrics(cfg, judge)
             rows, left = valid_rows(cfg, kept)
             engine.sleep()  # until the weights are pushed

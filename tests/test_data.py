@@ -69,11 +69,37 @@ def test_shuffling_is_seeded_covers_every_row_and_changes_with_the_epoch(tmp_pat
     write_parquet(path, [row(extra_info={"index": i}) for i in range(12)], row_group_size=5)
 
     def draw(seed):
-        return [s.extra_info["index"] for s, _ in zip(ParquetData([path]).shuffled(seed), range(24), strict=False)]
+        return [s.extra_info["index"] for s in ParquetData([path]).shuffled(seed, 0, 24)]
 
     a, b = draw(1), draw(2)
     assert a == draw(1) != b
     assert sorted(a[:12]) == sorted(a[12:]) == list(range(12)) and a[:12] != a[12:]
+
+
+def test_rows_by_number(tmp_path, monkeypatch):
+    """Over two files; only what is asked for is read, and a path in a row is opened for no other."""
+    for name, first in (("a", 0), ("b", 10)):
+        rows = [row(extra_info={"index": first + i}, images=[{"bytes": None, "path": f"{i}.png"}]) for i in range(7)]
+        write_parquet(str(tmp_path / f"{name}.parquet"), rows, row_group_size=3)
+    (tmp_path / "5.png").write_bytes(png())
+    data = ParquetData([str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")])
+    assert len(data) == 14 and (data[5].extra_info["index"], data[12].extra_info["index"]) == (5, 15)
+    assert data[12].where == f"{tmp_path / 'b.parquet'} row 5"
+    with pytest.raises(DataError, match=r"b.parquet row 6: image file '6.png'"):
+        data[13]
+    with pytest.raises(IndexError):
+        data[14]
+
+
+def test_large_row_groups_can_be_made_small(tmp_path, run_script):
+    large, small = str(tmp_path / "large.parquet"), str(tmp_path / "small.parquet")
+    write_parquet(large, [row(extra_info={"index": i}) for i in range(150)], row_group_size=150)
+    run_script("data.py", "regroup", large, small, check=True)
+    meta = pq.ParquetFile(small).metadata
+    assert [meta.row_group(g).num_rows for g in range(meta.num_row_groups)] == [64, 64, 22]
+    assert pq.read_table(small).equals(pq.read_table(large))
+    assert ParquetData([large]).largest[0] > ParquetData([small]).largest[0] > 0
+    assert ParquetData([small, large]).largest[1] == large
 
 
 def test_large_nested_images_are_read_in_small_batches(tmp_path):

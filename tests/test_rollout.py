@@ -514,7 +514,7 @@ def test_groups_with_equal_rewards_are_drawn_anew(codec):
     rollout = Rollout(
         Engine(codec, ["a"] * 20), codec, RULES, LIMITS, lambda t: {"score": scores[t.group_id].pop()}, {}, seed=0
     )
-    stream = itertools.repeat(sample(env=""))
+    stream = types.SimpleNamespace(shuffled=lambda seed, start, num: [sample(env="")] * num)
     report = types.SimpleNamespace(tick=None, note=None)
     cfg = Config(prompts_per_step=2, group_size=2, refill_rounds=3)
     everything, kept, _, drawn = roll_out(cfg, rollout, rollout.engine, stream, 7, 0, report)
