@@ -28,6 +28,7 @@ WORKSPACE_GB = 4.0  # of an awake engine: its activations, sampling over the voc
 PROCESS_GB = 6.0  # of a host, per GPU: trainer and engine processes with their libraries
 MM_CACHE_GB = 1.0  # of a host, per engine: processed images, on both sides of its queue
 ENCODED_MB = 1.0  # an image as it stands in the data
+GROUP_ROWS = 64  # of a parquet row group
 ORIGINAL_PIXELS = 4e6  # an unmodified image, decoded
 TOKEN_BYTES = 320  # a trajectory's parallel lists, per token: ten entries of a pointer and a number
 LOGPROB_CHUNK = 1 << 24  # logits that losses.token_logprobs holds at a time
@@ -196,7 +197,8 @@ def update_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     size = {"float32": 4, "bfloat16": 2}[cfg.dtype]
     tokens, items = most_tokens(cfg), []
     trains_vision = s.vision and not cfg.freeze_vision and not cfg.lora_rank
-    if n > 1:
+    sharded = n > 1 or cfg.offload
+    if sharded:
         gathered, formula = s.root + 2 * s.layer, f"{size} x (root {_b(s.root)} + 2 x layer {_b(s.layer)})"
     elif size == 4:
         gathered, formula = 0, "computes on the master weights"
@@ -205,11 +207,15 @@ def update_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     else:
         gathered, formula = s.total, f"{size} x {_b(s.total)} (autocast's copies)"
     items.append(Item("gathered weights", formula, size * gathered, "u", "freeze_vision or lora_rank"))
-    unit = 0 if cfg.lora_rank else max(s.layer, s.root if n > 1 else s.head)
+    if cfg.offload:
+        largest = max(s.layer, s.root)
+        formula = f"4 x largest unit {_b(largest)} / n (float32, on its way from the host)"
+        items.append(Item("shard of a unit", formula, 4 * largest / n, "u", "offload = False"))
+    unit = 0 if cfg.lora_rank else max(s.layer, s.root if sharded else s.head)
     formula = f"({size} + 4) x largest unit {_b(unit)}"
     items.append(Item("gradient before reduction", formula, (size + 4) * unit, "u", "lora_rank"))
     # Without sharding autocast leaves the residual stream, which the layers hand on, in float32.
-    stream = size if n > 1 else 4
+    stream = size if sharded else 4
     keep, names = 0.0, []
     once = tokens * (size * s.saved[0] + 4 * s.saved[1])
     once_is = f"one decoder layer: {tokens} x ({size} x {s.saved[0]} + 4 x {s.saved[1]})"
@@ -272,7 +278,8 @@ def engine_items(cfg: Config, s: Shape) -> tuple[list[Item], float]:
 
 def gpu_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     reserve = Item("reserve", "assumed: contexts, NCCL, fragments", RESERVE_GB, "rup", "nothing")
-    return state_items(cfg, s, n) + update_items(cfg, s, n) + engine_items(cfg, s)[0] + [reserve]
+    state = [] if cfg.offload else state_items(cfg, s, n)
+    return state + update_items(cfg, s, n) + engine_items(cfg, s)[0] + [reserve]
 
 
 PHASES = {"r": "rollout", "u": "update", "p": "push"}
@@ -315,24 +322,27 @@ def host_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     prompts = math.ceil(per_rank / cfg.group_size) + 1
     items = [
         Item("processes", f"{ranks} x {PROCESS_GB:g} (assumed)", ranks * PROCESS_GB, "sr", ""),
-        Item("weights while loading", f"{ranks} x 4 x {_b(s.total)}", ranks * 4 * s.total / GB, "s", ""),
+        Item("weights while loading", f"4 x {_b(s.total)}, on the first host alone", 4 * s.total / GB, "s", ""),
         Item("tokens of trajectories", f"{ranks} x {per_rank} x {tokens} x {TOKEN_BYTES} bytes",
              ranks * per_rank * tokens * TOKEN_BYTES / GB, "r", ""),
     ]  # fmt: skip
     if s.vision:
-        view_tokens = cfg.max_pixels // s.factor**2
         view = 3 * cfg.max_pixels * (1 / cfg.group_size + images - 1)
-        pixels = min(images * view_tokens, tokens) * s.patches_per_token * s.patch_dim * 4
+        pixels = most_tokens(cfg) * s.patches_per_token * s.patch_dim * 4
         items += [
-            Item("encoded images", f"{ranks} x {cfg.prompts_per_step} prompts x {ENCODED_MB:g} MB (assumed)",
-                 ranks * cfg.prompts_per_step * ENCODED_MB / 1024, "r", ""),
+            Item("encoded images", f"{ranks} x ({prompts} prompts + a row group of {GROUP_ROWS}) x {ENCODED_MB:g} MB (assumed)",
+                 ranks * (prompts + GROUP_ROWS) * ENCODED_MB / 1024, "r", ""),
             Item("decoded originals", f"{ranks} x {prompts} prompts x 3 x {ORIGINAL_PIXELS:.0e} (assumed)",
                  ranks * prompts * 3 * ORIGINAL_PIXELS / GB, "r", ""),
             Item("views", f"{ranks} x {per_rank} x (1 / group + {images - 1}) x 3 x {cfg.max_pixels}",
                  ranks * per_rank * view / GB, "r", ""),
-            Item("pixels of micro-batches", f"{ranks} x {per_rank} x {images} images x {view_tokens} tokens x "
-                 f"{s.patches_per_token} x {s.patch_dim} x 4", ranks * per_rank * pixels / GB, "r", ""),
+            Item("pixels of micro-batches", f"{ranks} x 3 x {most_tokens(cfg)} tokens x {s.patches_per_token} x {s.patch_dim}"
+                 " x 4 (one in use, one made, its parts)", ranks * 3 * pixels / GB, "r", ""),
             Item("engines' image caches", f"{engines} x {MM_CACHE_GB:g}", engines * MM_CACHE_GB, "r", ""),
+        ]  # fmt: skip
+    if cfg.offload:
+        items += [
+            Item(i.name, f"{ranks} x {i.formula}", ranks * i.gb, "sr", "") for i in state_items(cfg, s, n)
         ]  # fmt: skip
     return items
 

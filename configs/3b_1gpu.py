@@ -8,9 +8,10 @@ Memory, from `python train.py --plan configs/3b_1gpu.py --num_gpus=1` with the p
 
     GPU, rollout   74 GB = weights 14 + Adam 23 + engine 32 (weights 7, KV cache 21: 49 full-length trajectories) + reserve 5
     GPU, update    70 GB = weights 14 + gradients 12 + Adam 23 + bfloat16 copies 7 + activations 7 + the rest 2 + reserve 5
-    host           20 GB while loading, 40 in a step (29 of it pixels, if all images are of the largest size)
+    host           20 GB while loading, 12 in a step
 
-Why so: with the vision tower trained as well the update takes 88 GB. With LoRA (--lora_rank=32 --lr=1e-5
+Why so: with the vision tower trained as well the update takes 88 GB. With --offload=True, which keeps weights and moments on
+the host (76 GB there) and is slower, it fits, and in 48 GB too (--freeze_vision=False --engine_gpu_frac=0.6). With LoRA (--lora_rank=32 --lr=1e-5
 --engine_gpu_frac=0.6) the fullest phase takes 68 GB and the update 28, which leaves room for longer responses; all weights
 are the default since that is what DeepEyes trains. Batch and lengths are ours, scaled down from DeepEyes' scripts; image
 sizes, turns, learning rate, clipping and the objective are theirs, through 7b.py.
