@@ -19,8 +19,8 @@ An engine's KV cache of 28.6 GB holds 18 full-length trajectories at a time (56 
 
 From DeepEyes' scripts: batch, samples, lengths, turns, tensor-parallel size 1, lr, KL and entropy coefficients 0, GRPO, a
 checkpoint every 8 steps, 80 steps, 32 GPUs. Ours, by the plan: micro-batches by tokens, the engine's share of the GPU.
-The data are the 47k set: a visual-search file, a chart file and a reasoning file. Their rewards need a judge model, which
-this version does not have yet.
+The data are the 47k set: a visual-search file, a chart file and a reasoning file. Their rewards need a judge:
+LLM_AS_A_JUDGE_BASE names its server (judge.py).
 """
 
 model = "Qwen2.5-VL-7B-Instruct"  # a local Hugging Face folder

@@ -135,21 +135,14 @@ def test_objectives_and_lora_change_the_state(folder):
 def test_offload_moves_the_state_to_the_host(folder):
     """7B on one GPU: 16 bytes a parameter more on the host, none of it on the device."""
     cfg = load_config(["configs/7b.py", f"--model={folder('7b')}"])
-    s = plan.read_shape(cfg.model)
-    gpu, host = (
-        sum(i.gb for i in items if "policy" in i.name)
-        for items in (plan.gpu_items(cfg, s, 1), plan.host_items(cfg, s, 1))
-    )
+    s, policy = plan.read_shape(cfg.model), lambda items: sum(i.gb for i in items if "policy" in i.name)
+    gpu, host = policy(plan.gpu_items(cfg, s, 1)), policy(plan.host_items(cfg, s, 1))
     assert gpu == pytest.approx(16 * s.total / 2**30) and host == 0
     cfg.offload = True
-    gpu, host = (
-        sum(i.gb for i in items if "policy" in i.name)
-        for items in (plan.gpu_items(cfg, s, 1), plan.host_items(cfg, s, 1))
-    )
+    gpu, host = policy(plan.gpu_items(cfg, s, 1)), policy(plan.host_items(cfg, s, 1))
     assert host == pytest.approx(16 * s.total / 2**30) and gpu == 0
     assert plan.verdict(cfg, s, 1).startswith("fits: ")
-    eight = sum(i.gb for i in plan.host_items(cfg, s, 8) if "policy" in i.name)
-    assert eight == pytest.approx(host), "eight ranks of a host hold an eighth each"
+    assert policy(plan.host_items(cfg, s, 8)) == pytest.approx(host), "eight ranks of a host hold an eighth each"
 
 
 def test_the_script_prints_it_without_weights(folder, run_script):
