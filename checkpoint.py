@@ -180,7 +180,7 @@ def export(path: str, folder: str) -> None:
     from learner import Learner
     from model import save_hf
 
-    cfg = Config(**read_meta(path)["config"])
+    cfg = dataclasses.replace(Config(**read_meta(path)["config"]), offload=False)
     learner = Learner(cfg, Codec(cfg.model))
     load(path, learner)
     save_hf(learner.policy, learner.accelerator, cfg.model, folder)

@@ -170,6 +170,20 @@ def test_export_is_a_folder_that_loads(codec, tmp_path, run_script):
 
 
 @pytest.mark.slow
+def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path):
+    """The first rank alone makes it: the other one must hear of the failure, and not wait for it."""
+    (tmp_path / "checkpoints").write_text("a file stands in the way")
+    script = os.path.join(ROOT, "tests", "checkpoint_ranks.py")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [(tmp_path / f"told{rank}").read_text() for rank in (0, 1)]
+    assert "step_000001 cannot be written" in told[0] and "Not a directory" in told[0]
+    assert told[1].split(" MB are free")[1] == told[0].split(" MB are free")[1]
+
+
+@pytest.mark.slow
 def test_two_ranks_write_what_one_rank_reads(tmp_path):
     """The next update on the same trajectories: on two ranks, on two after loading, and on one after loading."""
     script = os.path.join(ROOT, "tests", "checkpoint_ranks.py")

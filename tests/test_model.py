@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import families
+import psutil
 import pytest
 import torch
 from conftest import ROOT, TOY
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Qwen2Config
 
 from data import Codec, View, add_blank_image, pack_rows, plan_microbatches, with_pixels
 from losses import clipped_policy_loss
@@ -178,6 +179,20 @@ def test_a_trajectory_never_sees_another(codec):
     others = batches[0].seq_ids != 7
     assert (before - after)[others].abs().max() < 1e-6
     assert (before - after)[~others].abs().max() > 1e-1, "the comparison can fail"
+
+
+def test_a_model_without_weights_takes_no_memory_until_they_come(tmp_path):
+    """What all ranks but the first start from: 470 MB of parameters that are not there yet; ties and buffers are."""
+    tokens = dict(vocab_size=2000, tie_word_embeddings=True)
+    Qwen2Config(**tokens, hidden_size=1024, intermediate_size=4096, num_hidden_layers=7).save_pretrained(tmp_path)
+    before = psutil.Process().memory_info().rss
+    lm = load_lm(str(tmp_path), torch.float32, weights=False)
+    grown = psutil.Process().memory_info().rss - before
+    assert sum(p.nbytes for p in lm.parameters()) > 400e6 and grown < 40e6
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight and not lm.training
+    assert all(p.device.type == "cpu" and p.requires_grad for p in lm.parameters())
+    frequencies = lm.model.rotary_emb.inv_freq
+    assert torch.equal(frequencies, 1 / 10000 ** (torch.arange(0, 32, 2) / 32)), "64 heads of 16 pairs"
 
 
 # ---------------------------------------------------------------------------------------------------- gradients
