@@ -244,8 +244,9 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(toy_data, tmp_path, run_scri
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_killed_rank_again(toy_data, tmp_path):
-    """--max-restarts: one rank is killed, both start again, go on from the checkpoint, and the log holds each step once."""
+def test_torchrun_starts_a_killed_rank_again(toy_data, tmp_path, run_script):
+    """--max-restarts: one of two ranks is killed, both start again and go on from the checkpoint; the log holds each step
+    once, and what stands in it is what one rank logs that nobody has disturbed."""
     launch = [
         sys.executable,
         "-m",
@@ -276,6 +277,12 @@ def test_torchrun_starts_a_killed_rank_again(toy_data, tmp_path):
     assert "going on from" in (tmp_path / "output").read_text()
     _, steps, _ = read_log(tmp_path / "out")
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    run_script("train.py", *arguments(toy_data, tmp_path / "whole"), *more, check=True)
+    for a, b in zip(read_log(tmp_path / "whole")[1], steps, strict=True):
+        for key in ("reward/mean", "num_tokens", "tool/calls", "sampled_len/mean"):
+            assert a[key] == b[key], "the same tokens were sampled"
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+        assert b.get("loss") == pytest.approx(a.get("loss"), abs=1e-5), "none where all advantages of a step are 0"
 
 
 def kill_tree(pid):
