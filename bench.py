@@ -33,10 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = {
-    "time/rollout": "rollout: engine, tools, images, rewards",
-    "time/annotate": "old and reference logprobs, values",
-    "time/pack": "micro-batches: balance, pixels, positions",
-    "time/update": "forward, backward, optimizer",
+    "time/engine": "rollout: something for the engine to do",
+    "time/waiting": "rollout: tools, images or rewards alone",
+    "time/annotate": "model: old and reference logprobs, values",
+    "time/pack": "micro-batches: balance, positions",
+    "time/update": "model: forward, backward, optimizer",
     "time/push": "weights to the engine, caches reset",
     "time/probe": "parity check on a fixed prompt",
 }
@@ -53,6 +54,9 @@ def step(log: str, skip: int = 3) -> dict:
     table = Table("phase", "seconds", "share", title=f"{len(records)} steps of {log}")
     result = {"step_s": round(total, 3), "sampled_tokens": statistics.median(r["num_tokens"] for r in records)}
     rest = total
+    for r in records:
+        r.setdefault("time/engine", r["time/rollout"])  # logs from before it was measured
+        r["time/waiting"] = r["time/rollout"] - r["time/engine"]
     for key, text in PHASES.items():
         seconds = statistics.median(r.get(key, 0.0) for r in records)
         rest -= seconds
@@ -60,7 +64,8 @@ def step(log: str, skip: int = 3) -> dict:
         result[key.removeprefix("time/") + "_s"] = round(seconds, 3)
     table.add_row("metrics, log and what is left", f"{rest:.3f}", f"{rest / total:.0%}")
     Console().print(table)
-    return result
+    useful = sum(r.get(f"time/{phase}", 0.0) for r in records for phase in ("engine", "annotate", "update"))
+    return result | {"neither_engine_nor_model": round(1 - useful / sum(r["time/step"] for r in records), 3)}
 
 
 # ---------------------------------------------------------------------------------------------------- rollout

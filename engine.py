@@ -6,10 +6,12 @@ below on CPU, registered the same way and driven by the same four calls.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -111,8 +113,10 @@ class VLLMEngine:
         self.codec, self.stop, self.timeout, self.leads = codec, list(stop), timeout, leads
         self.loop = asyncio.new_event_loop()
         self.version = 0
+        self.busy = 0.0  # seconds in which at least one generation was in flight
         self.llm = None
         self._requests = 0
+        self._inflight, self._since = 0, 0.0  # generations, and when the first of them began
         self._asleep = False
         self._sender = None
         if not leads:
@@ -203,8 +207,9 @@ class VLLMEngine:
             prompt["multi_modal_uuids"] = {"image": [v.uuid for v in views]}
         params = self._sampling_params(max_tokens, temperature, seed)
         self._requests += 1
-        async for final in self.llm.generate(prompt, params, str(self._requests)):
-            out = final.outputs[0]
+        with self._counted():
+            async for final in self.llm.generate(prompt, params, str(self._requests)):
+                out = final.outputs[0]
         if out.finish_reason not in ("stop", "length"):
             raise EngineError(f"the engine ended a generation with {out.finish_reason!r}")
         return Generation(
@@ -215,6 +220,18 @@ class VLLMEngine:
             self.version,
             len(final.prompt_token_ids) - final.num_cached_tokens,
         )
+
+    @contextlib.contextmanager
+    def _counted(self):
+        if self._inflight == 0:
+            self._since = time.perf_counter()
+        self._inflight += 1
+        try:
+            yield
+        finally:
+            self._inflight -= 1
+            if self._inflight == 0:
+                self.busy += time.perf_counter() - self._since
 
     async def check(self) -> None:
         """Raises EngineError if the engine's loop has stopped: it answers small questions between two of its steps."""

@@ -295,7 +295,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
         rows_drawn = start["rows_drawn"]
         trajectories = []
         for step in range(start["step"], cfg.steps):
-            clock = Clock()
+            clock, busy = Clock(), engine.busy
 
             # 1. roll out, 2. reward
             trajectories, kept, baselines, rows_drawn = roll_out(cfg, rollout, engine, data, step, rows_drawn, report)
@@ -304,6 +304,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             engine.sleep()  # until the weights are pushed
             rows = learner.share_out(rows)
             clock.lap("time/rollout")
+            clock.laps["time/engine"] = engine.busy - busy
 
             # 3. what the models say of the batch: old and reference logprobs, values; nothing where none is needed
             spare = filler(probe_prompt)
