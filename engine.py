@@ -371,6 +371,11 @@ class ShmWeightReceiver(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         self.info = init_info
+        # A push replaces every packed matrix by one of the same size. Blocks given back to the system in between return
+        # as fresh pages, whose faults take longer than all the rest of a push: from now on the heap keeps them.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
         # Mapped once: mapping it anew for each bucket would mean a page fault for every 4 KB of it, each time.
         self.memory = torch.UntypedStorage.from_file(init_info.path, True, os.path.getsize(init_info.path))
 
