@@ -249,7 +249,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
         judge = None
     engine, report = start_engine(cfg, codec), None
     try:
-        dist.init()
+        dist.init(cfg.comm_timeout)
         learner, rollout = Learner(cfg, codec), make_rollout(cfg, codec, engine, rewards)
         path = checkpoint.find(cfg)
         start = checkpoint.load(path, learner) if path else {"step": 0, "rows_drawn": 0, "log_position": 0}
@@ -363,7 +363,7 @@ if __name__ == "__main__":
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except RuntimeError as e:  # gloo has no class of its own for a rank that is gone
-        if not isinstance(e, torch.distributed.DistBackendError) and "gloo" not in str(e):
+    except RuntimeError as e:
+        if not dist.is_gone(e):
             raise
         sys.exit(f"another rank is gone, this one cannot go on ({str(e).splitlines()[0]}). --resume=auto continues")
