@@ -76,6 +76,8 @@ def save(cfg: Config, learner, *, step: int, rows_drawn: int, log_position: int)
         try:
             part()
         except (Exception, dcp.CheckpointException) as e:  # a full disk too; torch's own is not an Exception
+            if dist.is_gone(e):  # no one to tell it to
+                raise
             problem = _last_line(e)
         problems = [p for p in dist.gather(problem) if p]
         if problems:
@@ -162,6 +164,8 @@ def load(path: str, learner) -> dict:
     try:
         dcp.load(states, checkpoint_id=path, no_dist=dist.WORLD_SIZE == 1)
     except (Exception, dcp.CheckpointException) as e:  # other shapes or names than this run's: torch says which
+        if dist.is_gone(e):
+            raise
         raise CheckpointError(f"checkpoint {path!r} does not fit this run: {_last_line(e)}") from None
     for name, (module, optimizer) in _trained(learner).items():
         set_state_dict(module, optimizer, model_state_dict=states[name], optim_state_dict=states[f"{name}_optimizer"])

@@ -131,6 +131,8 @@ class Config:
     keep_checkpoints: int = 2  # the newest so many
     resume: str = ""  # a checkpoint to go on from; "auto" = the newest whole one in out_dir; "" = begin anew
     show: int = 3  # trajectories printed at the end
+    # ranks
+    comm_timeout: float = 1800.0  # seconds that a rank waits for the others; must outlast the slowest trajectory
 
 
 # Arithmetic that a config may use: batch products read better as 256 * 16 than as 4096.

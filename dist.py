@@ -3,6 +3,9 @@
 import datetime
 import os
 import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as torch_dist
@@ -16,21 +19,60 @@ IS_MAIN = RANK == 0
 
 _store: torch_dist.Store | None = None  # of the shared counters
 _counters: dict[str, int] = {}  # the same on one process
+_seconds = 1800.0  # that a rank waits for the others
 
 
-def init() -> None:
-    """Joins the ranks that torchrun started. Call it after the engine exists: its forked children must not inherit the group."""
-    global _store
+def init(seconds: float = 1800.0) -> None:
+    """Joins the ranks that torchrun started, each of which then waits at most so many seconds for the others.
+
+    Call it after the engine exists: its forked children must not inherit the group.
+    """
+    global _store, _seconds
+    _seconds = seconds
     if WORLD_SIZE > 1:
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds the store, or rank 0
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = datetime.timedelta(minutes=30)
-        store = torch_dist.TCPStore(*address, WORLD_SIZE, is_master=IS_MAIN and not agents, timeout=timeout)
-        # The agent's store outlives a restart of the ranks: what an earlier try has left in it must not be met again.
-        store = torch_dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch_dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
-        _store = torch_dist.PrefixStore("counters", store)
+        _store = _bounded(_join)
+
+
+def _join() -> torch_dist.Store:
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent holds the store, or rank 0
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = datetime.timedelta(seconds=_seconds)
+    store = torch_dist.TCPStore(*address, WORLD_SIZE, is_master=IS_MAIN and not agents, timeout=timeout)
+    # The agent's store outlives a restart of the ranks: what an earlier try has left in it must not be met again.
+    store = torch_dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch_dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
+    return torch_dist.PrefixStore("counters", store)
+
+
+def _bounded(call: Callable):
+    """`call()`, given up after the seconds that a rank waits for the others.
+
+    A TCP store that gets no answer because the link is cut waits for ever, whatever its own timeout. The thread that is
+    left behind is a daemon: it does not keep the process.
+    """
+    future: Future = Future()
+
+    def answer() -> None:
+        try:
+            future.set_result(call())
+        except Exception as e:  # the caller's, who waits for it
+            future.set_exception(e)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(_seconds)
+    if not future.done():
+        raise torch_dist.DistStoreError(f"the ranks' store has not answered for {_seconds:g} seconds")
+    return future.result()
+
+
+def is_gone(error: BaseException) -> bool:
+    """Whether an error says that another rank, or the way to it, is gone. gloo has no class for that, only its words."""
+    # The first error names gloo's source file; what is called after it, how the connection ended.
+    words = ("gloo", "Application timeout caused pair closure")
+    known = isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    return known or isinstance(error, torch_dist.DistError)
 
 
 def init_alone() -> None:
@@ -43,7 +85,7 @@ def init_alone() -> None:
 def take(counter: str) -> int:
     """The next number of a counter that all ranks share: 0, 1, 2, ... each given out once."""
     if _store is not None:
-        return _store.add(counter, 1) - 1
+        return _bounded(lambda: _store.add(counter, 1)) - 1
     _counters[counter] = _counters.get(counter, -1) + 1
     return _counters[counter]
 

@@ -265,7 +265,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
         judge = None
     engine, report = start_engine(cfg, codec), None
     try:
-        dist.init()
+        dist.init(cfg.comm_timeout)
         learner, rollout = Learner(cfg, codec), make_rollout(cfg, codec, engine, rewards)
         path = checkpoint.find(cfg)
         start = checkpoint.load(path, learner) if path else {"step": 0, "rows_drawn": 0, "log_position": 0}
@@ -283,10 +283,10 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
                 print(agree)
             return
         report = Report(cfg, start["log_position"])
-        for size, path in (d.largest for d in (data, eval_data) if d):
+        for size, file in (d.largest for d in (data, eval_data) if d):
             if size > 1 << 28:
                 report.note(
-                    f"{path} has row groups of {size >> 20} MB, and every rank holds one: python data.py regroup"
+                    f"{file}: row groups of {size >> 20} MB, and every rank holds one; see python data.py regroup"
                 )
         report.note(f"going on from {path}\n{agree}" if path else agree)
         if eval_data and not path:
@@ -385,7 +385,7 @@ if __name__ == "__main__":
         sys.exit(f"{type(e).__name__}: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    except RuntimeError as e:  # gloo has no class of its own for a rank that is gone
-        if not isinstance(e, torch.distributed.DistBackendError) and "gloo" not in str(e):
+    except RuntimeError as e:
+        if not dist.is_gone(e):
             raise
         sys.exit(f"another rank is gone, this one cannot go on ({str(e).splitlines()[0]}). --resume=auto continues")
