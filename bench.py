@@ -436,14 +436,14 @@ def _loss(way: str, vocabulary: int, tokens: int, width: int) -> tuple[float, fl
     return min(seconds), (_peak() - before) / 2**20
 
 
-def _reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as f:
+def _reset_peak(pid: int | str = "self") -> None:
+    with open(f"/proc/{pid}/clear_refs", "w") as f:
         f.write("5")  # the high-water mark starts again from here
 
 
-def _peak() -> int:
-    """Most resident memory of this process since `_reset_peak`, in bytes."""
-    with open("/proc/self/status") as f:
+def _peak(pid: int | str = "self") -> int:
+    """Most resident memory of a process since `_reset_peak`, in bytes."""
+    with open(f"/proc/{pid}/status") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
@@ -667,19 +667,25 @@ PUSH_MODELS = {2.5: (128, 384, 3), 250: (768, 2304, 8), 2000: (2048, 6144, 9)}
 
 def bench_push(sizes: list[float], repeats: int) -> dict:
     """Weight push into a real vLLM, caches reset and all, against copying the same parameters within the trainer."""
-    table = Table("weights, MB", "push, ms", "plain copy, ms", "of memcpy", title=f"best of {repeats}, in turn")
-    result = {}
+    head = ("weights, MB", "push, ms", "plain copy, ms", "of memcpy", "trainer's extra MB", "engine's")
+    table, result, extra = (
+        Table(*head, title=f"best of {repeats}, in turn; extra: peak over what was there before the first push"),
+        {},
+        {},
+    )
     for size in sizes:
         with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            mb, push, copy = pool.submit(_push, PUSH_MODELS[size], repeats).result()
-        table.add_row(f"{mb:.1f}", f"{push * 1e3:.1f}", f"{copy * 1e3:.1f}", f"{copy / push:.3f}")
-        result[f"{size:g}"] = round(copy / push, 3)
+            mb, push, copy, more = pool.submit(_push, PUSH_MODELS[size], repeats).result()
+        ratios = f"{push * 1e3:.1f}", f"{copy * 1e3:.1f}", f"{copy / push:.3f}"
+        table.add_row(f"{mb:.1f}", *ratios, *(f"{m:.0f}" for m in more))
+        result[f"{size:g}"], extra[f"{size:g}"] = round(copy / push, 3), [round(m) for m in more]
     Console().print(table)
-    return {"of_memcpy": result}
+    return {"of_memcpy": result, "extra_mb": extra}
 
 
-def _push(shape: tuple[int, int, int], repeats: int) -> tuple[float, float, float]:
-    """(MB, best seconds of a push, best seconds of a plain copy); in a process of its own, for its engine's sake."""
+def _push(shape: tuple[int, int, int], repeats: int) -> tuple[float, float, float, list[float]]:
+    """(MB, best seconds of a push, of a plain copy, peak MB of trainer and engine over what they had before the first push);
+    in a process of its own, for its engine's sake."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -705,8 +711,12 @@ def _push(shape: tuple[int, int, int], repeats: int) -> tuple[float, float, floa
         lm = Qwen2ForCausalLM(config)
         lm.save_pretrained(folder)
         engine = VLLMEngine(folder, Codec(folder), max_len=256, max_images=0, max_num_seqs=4, kv_cache_mb=64)
-    copies = [torch.empty_like(p) for p in lm.parameters()]
+    copies = [p.detach().clone() for p in lm.parameters()]
     pushes, plain = [], []
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    for p in processes:
+        _reset_peak(p.pid)
+    before = [p.memory_info().rss for p in processes]
     try:
         for k in range(repeats + 1):
             begin = time.perf_counter()
@@ -717,10 +727,12 @@ def _push(shape: tuple[int, int, int], repeats: int) -> tuple[float, float, floa
                 for p, room in zip(lm.parameters(), copies, strict=True):
                     room.copy_(p)
             plain.append(time.perf_counter() - begin)
+        extra = [(_peak(p.pid) - rss) / 1e6 for p, rss in zip(processes, before, strict=True)]
     finally:
         engine.close()
     mb = sum(p.nbytes for p in lm.parameters()) / 1e6
-    return mb, min(pushes[1:]), min(plain[1:])  # the first push makes the shared file, the first copy touches its pages
+    # The first push makes the shared file.
+    return mb, min(pushes[1:]), min(plain[1:]), [extra[0], max(extra[1:])]
 
 
 def main() -> None:
