@@ -164,9 +164,15 @@ def trained_parameters(cfg: Config, s: Shape) -> int:
 def state_items(cfg: Config, s: Shape, n: int) -> list[Item]:
     """Weights, gradients and optimizer states of policy, critic and reference, sharded over all GPUs."""
     trained, total = trained_parameters(cfg, s), s.total + s.adapters
-    more = "more GPUs, or lora_rank"
+    more = "more GPUs, offload or lora_rank"
     items = [
-        Item("policy: master weights", f"4 x {_b(total)} / n", 4 * total / n, "rup", "more GPUs, or a smaller model"),
+        Item(
+            "policy: master weights",
+            f"4 x {_b(total)} / n",
+            4 * total / n,
+            "rup",
+            "more GPUs, offload, or a smaller model",
+        ),
         Item("policy: gradients", f"4 x {_b(trained)} / n", 4 * trained / n, "u", more),
         Item("policy: Adam's moments", f"8 x {_b(trained)} / n", 8 * trained / n, "rup", more),
     ]
