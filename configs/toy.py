@@ -3,7 +3,7 @@
 Batch: 16 prompts x 8 samples = 128 trajectories per step, one update each, 80 steps: about 270k sampled tokens.
 Tokens: prompt up to 64, response up to 128 with observations, 24 a turn, 3 turns: 128 x 192 = 24,576 a step at most, in
 micro-batches of 8,192. An image has 16, a trajectory of 3 turns 3 images.
-Memory, measured (`memory/*` in the log, results/bench.md): trainer 1.8 GB, engine 1.8 GB. Nearly all of it are libraries: weights,
+Memory, measured (`memory/*` in the log, results/bench.md): trainer 1.8 GB, engine 1.8 GB. Most of it is libraries: weights,
 gradients and Adam take 16 bytes x 1.04 M, the KV cache 256 MB, a micro-batch of 8,192 tokens 0.8 GB at most (`--plan`).
 Expected on the held-out set: accuracy 0.2 -> 0.8 or more, tool rate 0.25 -> 0.97, IoU of the boxes +0.1 or more.
 Without the tool (--env_name="") accuracy stays at the guessing floor of 0.1.
