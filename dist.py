@@ -4,6 +4,7 @@ import datetime
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -88,6 +89,18 @@ def take(counter: str) -> int:
         return _bounded(lambda: _store.add(counter, 1)) - 1
     _counters[counter] = _counters.get(counter, -1) + 1
     return _counters[counter]
+
+
+def tell(event: str) -> None:
+    """Ends `wait(event)` on all ranks, for good."""
+    if _store is not None:
+        _bounded(lambda: _store.set(event, "1"))
+
+
+def wait(event: str) -> None:
+    """Until some rank tells of the event, however long that takes; each question must be answered in time."""
+    while not _bounded(lambda: _store.check([event])):
+        time.sleep(0.2)
 
 
 def first_of(num: int) -> int:

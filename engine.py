@@ -8,6 +8,7 @@ below on CPU, registered the same way and driven by the same four calls.
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import tempfile
@@ -75,11 +76,15 @@ def _die_with_parent() -> None:
 os.register_at_fork(after_in_child=_die_with_parent)
 
 
-def visible_devices(first: int, num: int) -> str:
-    """CUDA_VISIBLE_DEVICES for an engine on `num` of the devices that this process sees, from number `first` on."""
+def gpu_environment(first: int, num: int) -> dict[str, str]:
+    """What an engine's processes inherit on a GPU machine: they see `num` of this process's devices, from `first` on."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(torch.cuda.device_count())] if seen is None else seen.split(",")
-    return ",".join(names[first : first + num])
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(names[first : first + num]),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process cannot use CUDA after its parent has
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # CUDA's handles of a weight push are pickled; both ends are ours
+    }
 
 
 class VLLMEngine:
@@ -157,9 +162,7 @@ class VLLMEngine:
         )
         before = dict(os.environ)
         if not on_cpu:
-            # The engine's processes inherit what they see. Spawned: a forked one cannot use CUDA after its parent has.
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices(first_device, tensor_parallel)
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+            os.environ.update(gpu_environment(first_device, tensor_parallel))
         try:
             config = args.create_engine_config()
         except ValidationError as e:
@@ -278,8 +281,10 @@ class VLLMEngine:
             self._asleep = True
 
     def _wake(self, *parts: str) -> None:
-        """Leaves memory that torch only keeps in reserve to the engine, and wakes a part of it that is asleep."""
+        """Leaves memory that torch only keeps in reserve to the engine, on all its devices, and wakes a part of it."""
         torch.cuda.empty_cache()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         if self._asleep:
             self.run(self._answer(self.llm.wake_up(list(parts))))
 
@@ -292,7 +297,10 @@ class VLLMEngine:
             if torch.cuda.is_available():
                 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-                kind, options = IPCTrainerInitInfo, {"packed": True}
+                # Its buffer, 1 GB, must hold the largest parameter, which in float32 may be more.
+                sizes = [m.dtype.itemsize * math.prod(m.shape) for m in ModuleSource(module).metadata()]
+                options = {"packed": True, "packed_buffer_size_bytes": max(1 << 30, *sizes)}
+                kind = IPCTrainerInitInfo
             else:
                 kind, options = ShmTrainerInitInfo, {}
             info = kind(rank=0 if self.leads else 1, **options)  # rank 0 sends: each leader, to its own engine
@@ -454,9 +462,9 @@ class ShmWeightSender(TrainerWeightTransferEngine[ShmTrainerInitInfo]):
     @classmethod
     def trainer_init(cls, init_info, *, client, source=None):
         sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        meta = source.metadata()  # on all ranks: with LoRA it gathers
         if not sender.is_sender:
             return sender
-        meta = source.metadata()
         sizes = [_aligned(m.dtype.itemsize * torch.Size(m.shape).numel()) for m in meta]
         sender.capacity = max(min(sum(sizes), init_info.bucket_bytes), max(sizes))
         in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None

@@ -301,8 +301,11 @@ class Learner:
             self.skipped_updates += 1
             path = os.path.join(self.cfg.out_dir, f"nonfinite_{name}_rank{dist.RANK}.pt")
             os.makedirs(self.cfg.out_dir, exist_ok=True)
-            saved = [{k: v for k, v in vars(b).items() if isinstance(v, torch.Tensor)} for b in self._ready(batches)]
-            torch.save(saved, path)
+            # With the images, not their pixels: those of a mini-batch may be more than there is memory.
+            kept = (torch.Tensor, list)
+            torch.save(
+                [{k: v for k, v in vars(b).items() if isinstance(v, kept) and k != "rows"} for b in batches], path
+            )
             print(f"the gradient norm is {norm}: no update; its micro-batches are in {path}", flush=True)
         optimizer.zero_grad(set_to_none=True)
         return norm

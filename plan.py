@@ -32,7 +32,8 @@ GROUP_ROWS = 64  # of a parquet row group
 ORIGINAL_PIXELS = 4e6  # an unmodified image, decoded
 TOKEN_BYTES = 320  # a trajectory's parallel lists, per token: ten entries of a pointer and a number
 LOGPROB_CHUNK = 1 << 24  # logits that losses.token_logprobs holds at a time
-PUSH_BUCKET_GB = 1.0  # packed buffer of vLLM's ipc weight transfer
+PUSH_BUCKET_GB = 1.0  # packed buffer of vLLM's ipc weight transfer, unless a parameter is larger
+PINNED = 2.0  # torch rounds a block of pinned host memory up to a power of two: at most this much more
 
 
 @dataclass
@@ -273,12 +274,13 @@ def engine_items(cfg: Config, s: Shape) -> tuple[list[Item], float]:
     else:
         cache, said = max(0.0, cfg.engine_gpu_frac * cfg.device_gb - weights - WORKSPACE_GB), f"{frac} - the two above"
     largest = 4 * s.head / GB
-    push = f"{PUSH_BUCKET_GB:g} of bucket + 4 x head {_b(s.head)}"
+    bucket = max(PUSH_BUCKET_GB, largest)
+    push = f"bucket max({PUSH_BUCKET_GB:g}, 4 x head {_b(s.head)}) + 4 x head"
     return [
         Item("engine: weights", formula, weights, "rp", "rollout_tp"),
         Item("engine: workspace", "assumed", WORKSPACE_GB, "r", "engine_gpu_frac"),
         Item("engine: KV cache", said, cache, "r", "engine_gpu_frac"),
-        Item("weight push", push, PUSH_BUCKET_GB + largest, "p", "a smaller model"),
+        Item("weight push", push, bucket + largest, "p", "a smaller model"),
     ], cache
 
 
@@ -347,9 +349,9 @@ def host_items(cfg: Config, s: Shape, n: int) -> list[Item]:
             Item("engines' image caches", f"{engines} x {MM_CACHE_GB:g}", engines * MM_CACHE_GB, "r", ""),
         ]  # fmt: skip
     if cfg.offload:
-        items += [
-            Item(i.name, f"{ranks} x {i.formula}", ranks * i.gb, "sr", "") for i in state_items(cfg, s, n)
-        ]  # fmt: skip
+        for i in state_items(cfg, s, n):
+            pinned = 1.0 if "moments" in i.name else PINNED
+            items.append(Item(i.name, f"{ranks} x {pinned:g} x {i.formula}", ranks * pinned * i.gb, "sr", ""))
     return items
 
 

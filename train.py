@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import dist
 from config import Config, ConfigError, load_config
@@ -94,17 +93,28 @@ class RolloutError(Exception):
     """Too many trajectories of a step cannot be used."""
 
 
-def hand_out(engine: VLLMEngine, counter: str) -> Callable[[], float]:
-    """Gives the number of the next group to whichever engine asks; a rank that leads none gets no group."""
-    return (lambda: dist.take(counter)) if engine.leads else (lambda: math.inf)
+def run_engine(
+    cfg: Config, rollout: Rollout, engine: VLLMEngine, samples, group_size: int, temperature: float, name: str, **more
+) -> list[Trajectory]:
+    """The trajectories of those of the samples that this rank's engine takes. `name` is the counter's, a new one each time.
+
+    A rank that has a part in another one's engine waits till that has ended: not in a collective, where it would have to
+    give up after `comm_timeout`.
+    """
+    ended = f"{name}: ended on {dist.first_of(cfg.rollout_tp)}"
+    if not engine.leads:
+        dist.wait(ended)
+        return []
+    take = lambda: dist.take(name)  # noqa: E731
+    trajectories = engine.run(rollout.run(samples, group_size, temperature, take=take, **more))
+    if cfg.rollout_tp > 1:
+        dist.tell(ended)
+    return trajectories
 
 
-def evaluate(
-    rollout: Rollout, engine: VLLMEngine, data: ParquetData, temperature: float, step: int
-) -> dict[str, float]:
+def evaluate(cfg: Config, rollout: Rollout, engine: VLLMEngine, data: ParquetData, step: int) -> dict[str, float]:
     """One trajectory per row, through the very code that training uses, after `step` steps."""
-    episode = rollout.run(data, 1, temperature, take=hand_out(engine, f"evaluation after {step}"))
-    trajectories = engine.run(episode)
+    trajectories = run_engine(cfg, rollout, engine, data, 1, cfg.eval_temperature, f"evaluation after {step}")
     means = dist.merge_means(rollout_metrics(trajectories))
     names = {"acc/mean": "eval/accuracy", "tool/rate": "eval/tool_rate", "iou/mean": "eval/iou"}
     return {names.get(k, f"eval/{k}"): v for k, v in means.items()}
@@ -124,14 +134,11 @@ def roll_out(
         if missing <= 0:
             break
         samples = data.shuffled(cfg.seed, rows_drawn, missing)  # the same on every rank, which takes of them
-        take = hand_out(engine, f"groups of step {step} round {round_}")
+        name, first = f"step {step} round {round_}", dict(first_group=rows_drawn)
         shown = dict(on_end=report.tick, heartbeat=report.note)
-        new = engine.run(
-            rollout.run(samples, cfg.group_size, cfg.temperature, take=take, first_group=rows_drawn, **shown)
-        )
+        new = run_engine(cfg, rollout, engine, samples, cfg.group_size, cfg.temperature, name, **first, **shown)
         if cfg.advantage == "remax":
-            take = hand_out(engine, f"greedy of step {step} round {round_}")
-            greedy = engine.run(rollout.run(samples, 1, 0.0, take=take, first_group=rows_drawn))
+            greedy = run_engine(cfg, rollout, engine, samples, 1, 0.0, f"{name} greedy", **first)
             scores = {t.group_id: math.nan if t.reward_parts["score"] is None else t.reward for t in greedy}
             baselines = {group: score for part in dist.gather(scores) for group, score in part.items()}
         rows_drawn += missing
@@ -290,7 +297,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
                 )
         report.note(f"going on from {path}\n{agree}" if path else agree)
         if eval_data and not path:
-            report.log({"step": 0, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, 0)})
+            report.log({"step": 0, **evaluate(cfg, rollout, engine, eval_data, 0)})
 
         rows_drawn = start["rows_drawn"]
         trajectories = []
@@ -339,7 +346,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             # once in a while: evaluate and save
             last = step + 1 == cfg.steps
             if eval_data and (last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0)):
-                report.log({"step": step + 1, **evaluate(rollout, engine, eval_data, cfg.eval_temperature, step + 1)})
+                report.log({"step": step + 1, **evaluate(cfg, rollout, engine, eval_data, step + 1)})
                 judge_metrics(cfg, judge)  # the evaluation's own; a judge that fails stops here too
             if cfg.save_every and (last or (step + 1) % cfg.save_every == 0):
                 position = report.position

@@ -10,7 +10,7 @@ Memory, from `python train.py --plan configs/7b.py` with the published shape (8.
                              8 GPUs   16   32
     GPU, rollout                 65   59   56   weights and Adam (12 bytes a parameter / GPUs) + engine 48 + reserve 5
     GPU, update                  55   47   43   the same, gradients, gathered units 9, activations 24, the engine asleep
-    GPU, push                    35   29   26
+    GPU, push                    36   30   27
     host, while loading          79   79   79   the first one: 4 bytes a parameter, beside 6 for each rank's processes
     host, in a step             155  113   92   at most, 5 images of the largest size in every trajectory: 47, 23, 12 of it
                                                 are those images. DeepEyes asks for 1,200

@@ -13,6 +13,7 @@ import torch
 from conftest import TOY
 from PIL import Image
 from transformers import AutoModelForImageTextToText
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import engine
 from data import ImageRules, ParquetData, Sample, pack_rows
@@ -315,16 +316,51 @@ def test_a_layer_may_come_in_two_buckets(vllm_engine, codec, policy, trajectorie
         restore(policy, vllm_engine, saved)
 
 
-def test_devices_of_an_engine(monkeypatch):
-    """What an engine's processes see: their ranks' devices, whatever this process may see itself."""
+def test_what_an_engine_sees_of_a_gpu_machine(monkeypatch):
+    """Its ranks' devices, whatever this process may see itself."""
+    seen = lambda first, num: engine.gpu_environment(first, num)["CUDA_VISIBLE_DEVICES"]  # noqa: E731
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert [engine.visible_devices(first, 1) for first in range(4)] == ["4", "5", "6", "7"]
-    assert [engine.visible_devices(first, 2) for first in (0, 2)] == ["4,5", "6,7"]
+    assert [seen(first, 1) for first in range(4)] == ["4", "5", "6", "7"]
+    assert [seen(first, 2) for first in (0, 2)] == ["4,5", "6,7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-ab,GPU-cd")
-    assert engine.visible_devices(1, 1) == "GPU-cd"
+    assert seen(1, 1) == "GPU-cd"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert [engine.visible_devices(first, 4) for first in (0, 4)] == ["0,1,2,3", "4,5,6,7"]
+    assert [seen(first, 4) for first in (0, 4)] == ["0,1,2,3", "4,5,6,7"]
+
+
+def test_handles_of_gpu_memory_pass_vllms_encoder(monkeypatch):
+    """A weight push on a GPU hands vLLM what torch's reduce_tensor gives: types and numbers in a tuple."""
+    update = {
+        "names": ["w"],
+        "ipc_handles": {"GPU-ab": (torch.Tensor, (2, 3), (3, 1), 0, torch.UntypedStorage, torch.float32)},
+    }
+    with pytest.raises(TypeError, match="not serializable"):
+        MsgpackEncoder().encode(update)
+    for name, value in engine.gpu_environment(0, 1).items():
+        monkeypatch.setenv(name, value)
+    assert MsgpackDecoder().decode(MsgpackEncoder().encode(update)) is not None
+
+
+def test_a_gpus_push_has_room_for_the_largest_parameter(codec, monkeypatch):
+    """The head of a 7B model in float32 is 2.2 GB; vLLM's packed buffer is 1 GB and refuses what is larger."""
+    told = {}
+
+    class Sender:
+        def send_weights(self):
+            pass
+
+    def trainer_init(info, **kwargs):
+        told["size"], told["sends"] = info.packed_buffer_size_bytes, info.is_sender
+        return Sender()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine.WeightTransferTrainerFactory, "trainer_init", trainer_init)
+    for ids, size in ((152064, 152064 * 3584 * 4), (1000, 1 << 30)):
+        follower = engine.VLLMEngine("", codec, max_len=1, max_images=1, max_num_seqs=1, leads=False)
+        follower.push(torch.nn.Linear(3584, ids, bias=False, device="meta"), 1)
+        follower.close()
+        assert told == {"size": size, "sends": False}
 
 
 def test_a_config_that_vllm_refuses_is_told(codec):

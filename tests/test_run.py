@@ -247,6 +247,9 @@ def test_sharing_an_engine_and_offload_change_nothing(toy_data, tmp_path, run_sc
         name: run_script(*run, *arguments(toy_data, tmp_path / name), *more, check=True) for name, run in runs.items()
     }
     assert f"starting vLLM on {folder}, 1 engine(s)" in said["shared"].stdout
+    lora = ["--rollout_tp=2", "--lora_rank=4", "--check"]  # merging gathers adapters on all ranks, in the same order
+    done = run_script(*torchrun, "train.py", *arguments(toy_data, tmp_path / "lora"), *more, *lora, check=True)
+    assert "engine and trainer agree" in done.stdout
     logs = {name: read_log(tmp_path / name) for name in runs}
     for name in ("host", "shared"):
         for a, b in zip(logs["one"][1], logs[name][1], strict=True):

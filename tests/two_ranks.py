@@ -1,6 +1,7 @@
 """Run by test_model.py under torchrun: what ranks exchange, and the gradient of one batch over two FSDP2 ranks."""
 
 import sys
+import time
 
 import torch
 from conftest import TOY
@@ -51,6 +52,17 @@ def check_share_out(learner, codec):
     assert learner.share_out(rows) is rows
 
 
+def check_wait():
+    """A rank without an engine waits for its neighbour's rollout longer than for an answer of the store."""
+    bound, dist._seconds, begin = dist._seconds, 0.5, time.perf_counter()
+    if dist.IS_MAIN:
+        time.sleep(2)
+        dist.tell("rollout ended")
+    dist.wait("rollout ended")
+    assert dist.IS_MAIN or time.perf_counter() - begin > 1
+    dist._seconds = bound
+
+
 def backward(learner, rows, num_tokens, spare):
     """Gradient and norm after one pass over `rows`, the first three on rank 1; also what each micro-batch holds."""
     batches = learner._microbatches(rows[3:] if dist.IS_MAIN else rows[:3], spare, balance=True)
@@ -72,6 +84,7 @@ def main():
     taken = dist.gather([dist.take("work") for _ in range(50 if dist.IS_MAIN else 20)])
     assert sorted(taken[0] + taken[1]) == list(range(70)), "each number once"
     check_exchange()
+    check_wait()
     codec, config = Codec(TOY), ["configs/toy.py", "--microbatch_tokens=250"]
     learner = Learner(load_config(config), codec)
     assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
