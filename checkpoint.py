@@ -101,8 +101,9 @@ def save(cfg: Config, learner, *, step: int, rows_drawn: int, log_position: int)
                 os.fsync(f.fileno())
             shutil.rmtree(whole, ignore_errors=True)  # of an earlier run into the same folder
             os.replace(aside, whole)
-            for old in _all(cfg)[: -cfg.keep_checkpoints]:
-                shutil.rmtree(old, ignore_errors=True)
+            kept = [p for p in _all(cfg) if p <= whole][-cfg.keep_checkpoints :]
+            for other in set(_all(cfg)) - set(kept):  # old ones; broken ones beyond, which this run has not taken
+                shutil.rmtree(other, ignore_errors=True)
         except OSError as e:
             problems = [str(e)]
     problems = [p for ps in dist.gather(problems) for p in ps]
@@ -141,21 +142,42 @@ def read_meta(path: str) -> dict:
 def find(cfg: Config) -> str:
     """What `resume` names: a folder, or with "auto" the newest whole checkpoint of out_dir; "" = begin anew.
 
-    A run that torchrun has started again after a failure always goes on where it was.
+    A run that torchrun has started again after a failure goes on from its newest whole checkpoint, if it has one. All
+    ranks call it together; raises CheckpointError where they do not see the same.
     """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if cfg.resume and cfg.resume != "auto":
-        read_meta(cfg.resume)
-        return cfg.resume
-    if cfg.resume == "auto" or restarted:
-        for path in reversed(_all(cfg)):
-            try:
-                read_meta(path)
-                return path
-            except CheckpointError as e:
-                if dist.IS_MAIN:
-                    print(f"{e}; taking the one before", flush=True)
+    path = _newest(cfg) if restarted or cfg.resume == "auto" else ""
+    if not path and cfg.resume and cfg.resume != "auto":
+        path = cfg.resume
+        read_meta(path)
+    seen = set(dist.gather(path))
+    if len(seen) > 1:
+        raise CheckpointError(
+            f"the ranks see different checkpoints ({', '.join(map(repr, sorted(seen)))}): share out_dir"
+        )
+    return path
+
+
+def _newest(cfg: Config) -> str:
+    for path in reversed(_all(cfg)):
+        try:
+            read_meta(path)
+            return path
+        except CheckpointError as e:
+            if dist.IS_MAIN:
+                print(f"{e}; taking the one before", flush=True)
     return ""
+
+
+def refuse_newer(cfg: Config, step: int) -> None:
+    """Raises CheckpointError if out_dir holds a whole checkpoint beyond `step`, where this run begins: it is another run's,
+    and a restart would go on from it."""
+    path = _newest(cfg)
+    if path and read_meta(path)["step"] > step:
+        raise CheckpointError(
+            f"{path!r} is of an earlier run, and this one begins at step {step}: --resume=auto goes on from it; to begin"
+            " there all the same, choose another --out_dir or move it away"
+        )
 
 
 def load(path: str, learner) -> dict:
@@ -193,7 +215,9 @@ def export(path: str, folder: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] != "export":
         sys.exit("python checkpoint.py export CHECKPOINT FOLDER")
+    from data import DataError
+
     try:
         export(*sys.argv[2:])
-    except CheckpointError as e:
-        sys.exit(f"CheckpointError: {e}")
+    except (CheckpointError, DataError, OSError) as e:
+        sys.exit(f"{type(e).__name__}: {e}")

@@ -587,8 +587,9 @@ def add_blank_image(batch: MicroBatch, codec: Codec) -> None:
 
 
 def regroup(source: str, target: str, rows: int = 64) -> None:
-    """Copies a parquet file into one with row groups of `rows` rows, holding no more than that at a time."""
-    file = pq.ParquetFile(source)
+    """Copies a parquet file into one with row groups of `rows` rows. Holds a few pages of the source at a time, which in a
+    large row group can be a thousand rows each."""
+    file = pq.ParquetFile(source, buffer_size=1 << 20)
     with pq.ParquetWriter(f"{target}.tmp", file.schema_arrow, compression="none") as writer:
         for batch in track(file.iter_batches(batch_size=rows), f"{target}", total=-(-file.metadata.num_rows // rows)):
             writer.write_batch(batch, row_group_size=rows)

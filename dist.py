@@ -122,21 +122,30 @@ def gather(value) -> list:
     return values
 
 
-def exchange(outgoing: list[list]) -> list:
+def exchange(outgoing: list[list], at_a_time: int = 32) -> list:
     """`outgoing[r]` goes to rank r; returns what all ranks had for this one, in rank order. Anything that pickles.
 
-    What shares an object within one message (the images of a group) still shares it after it. What a rank keeps for
-    itself is not copied.
+    In messages of a few items, so that never all of them are in memory a second and third time. What shares an object
+    within one message (the images of a group) still shares it after it. What a rank keeps for itself is not copied.
     """
     if WORLD_SIZE == 1:
         return outgoing[0]
-    messages = [b"" if rank == RANK else pickle.dumps(items) for rank, items in enumerate(outgoing)]
-    sizes = gather([len(m) for m in messages])
-    incoming = [s[RANK] for s in sizes]
-    sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
-    received = torch.empty(sum(incoming), dtype=torch.uint8)
-    torch_dist.all_to_all_single(received, sent, incoming, sizes[RANK])
-    parts = [outgoing[RANK] if r == RANK else pickle.loads(p.numpy()) for r, p in enumerate(received.split(incoming))]
+    parts: list[list] = [[] for _ in outgoing]
+    parts[RANK] = outgoing[RANK]
+    longest = max(len(items) for rank, items in enumerate(outgoing) if rank != RANK)
+    for first in range(0, int(largest(longest)), at_a_time):
+        sent, sizes = bytearray(), []
+        for rank, items in enumerate(outgoing):
+            sizes.append(len(sent))
+            sent += b"" if rank == RANK else pickle.dumps(items[first : first + at_a_time])
+            sizes[-1] = len(sent) - sizes[-1]
+        incoming = [s[RANK] for s in gather(sizes)]
+        received = torch.empty(sum(incoming), dtype=torch.uint8)
+        torch_dist.all_to_all_single(received, torch.frombuffer(sent, dtype=torch.uint8), incoming, sizes)
+        del sent
+        for rank, message in enumerate(received.split(incoming)):
+            if rank != RANK:
+                parts[rank] += pickle.loads(message.numpy())
     return [item for part in parts for item in part]
 
 

@@ -255,7 +255,10 @@ def make_accelerator(lm: nn.Module, *, world_size: int, dtype: torch.dtype, offl
     if world_size == 1 and offload:
         dist.init_alone()
     elif world_size == 1:
-        return Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="bf16" if dtype == torch.bfloat16 else "no")
+        # Under torchrun accelerate would wrap even one process, in DDP.
+        PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.NO
+        return accelerator
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

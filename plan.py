@@ -51,6 +51,7 @@ class Shape:
     layers: int
     kv_width: int  # kv heads x head_dim
     kv_heads: int
+    heads: int
     saved: tuple[int, int]  # (per-token numbers that a decoder layer's backward keeps in compute dtype, in float32)
     vision_hidden: int = 0
     vision_layers: int = 0
@@ -114,6 +115,7 @@ def read_shape(folder: str, lora_rank: int = 0) -> Shape:
         layers=len(decoder),
         kv_width=kv_heads * head_dim,
         kv_heads=kv_heads,
+        heads=text.num_attention_heads,
         saved=saved,
         **seen,
     )
@@ -300,8 +302,10 @@ def phase_totals(items: list[Item]) -> dict[str, float]:
 
 def verdict(cfg: Config, s: Shape, n: int) -> str:
     """ "fits" with what is left, or which phase does not fit and what to shrink: its largest item."""
-    if n % cfg.rollout_tp:
-        return f"no: rollout_tp {cfg.rollout_tp} does not divide {n} GPUs"
+    ranks = min(n, GPUS_PER_HOST)
+    for what, count in ((f"{ranks} GPUs" + (" of a host" if n > ranks else ""), ranks), (f"{s.heads} heads", s.heads)):
+        if count % cfg.rollout_tp:
+            return f"no: rollout_tp {cfg.rollout_tp} does not divide {what}"
     items = gpu_items(cfg, s, n)
     totals = phase_totals(items)
     _, cache = engine_items(cfg, s)
@@ -344,6 +348,8 @@ def host_items(cfg: Config, s: Shape, n: int) -> list[Item]:
                  ranks * prompts * 3 * ORIGINAL_PIXELS / GB, "r", ""),
             Item("views", f"{ranks} x {per_rank} x (1 / group + {images - 1}) x 3 x {cfg.max_pixels}",
                  ranks * per_rank * view / GB, "r", ""),
+            Item("views from other ranks", f"{ranks} x {per_rank} x the same" if n > 1 else "one rank",
+                 ranks * per_rank * view / GB if n > 1 else 0.0, "r", ""),
             Item("pixels of micro-batches", f"{ranks} x 3 x {most_tokens(cfg)} tokens x {s.patches_per_token} x {s.patch_dim}"
                  " x 4 (one in use, one made, its parts)", ranks * 3 * pixels / GB, "r", ""),
             Item("engines' image caches", f"{engines} x {MM_CACHE_GB:g}", engines * MM_CACHE_GB, "r", ""),

@@ -58,9 +58,10 @@ class Report:
             return
         os.makedirs(cfg.out_dir, exist_ok=True)
         self.path = os.path.join(cfg.out_dir, "log.jsonl")
-        self.file = open(self.path, "a" if log_position else "w", encoding="utf-8")  # noqa: SIM115 - for the whole run
-        if log_position:
-            self.file.truncate(log_position)
+        # Cut at the checkpoint. One that another out_dir has written finds no log here, or a shorter one.
+        length = os.path.getsize(self.path) if os.path.exists(self.path) else 0
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - for the whole run
+        self.file.truncate(min(log_position, length))
         packages = ("torch", "transformers", "accelerate", "pillow", "pyarrow")
         self._write(
             {

@@ -289,6 +289,7 @@ def train(cfg: Config, *, check_only: bool = False) -> None:
             if dist.IS_MAIN:
                 print(agree)
             return
+        checkpoint.refuse_newer(cfg, start["step"])
         report = Report(cfg, start["log_position"])
         for size, file in (d.largest for d in (data, eval_data) if d):
             if size > 1 << 28:

@@ -8,7 +8,7 @@ Memory, from `python train.py --plan configs/32b.py` with the published shape (3
     GPU, rollout   59 GB = weights and Adam 6 + engine 48 (weights 16, KV cache 28: 16 full-length trajectories) + reserve 5
     GPU, update    69 GB = weights, gradients, Adam 8 + gathered units 14 + activations 40 + the rest 2 + reserve 5
     host          173 GB while loading, the first one: it reads the whole model in float32, 125 GB; the others 48
-    host           97 GB in a step at most, with 20 images of the largest size in every trajectory
+    host          124 GB in a step at most, with 20 images of the largest size in every trajectory
 
 32 GPUs fit too, with 3 GB to spare; 16 do not. From DeepEyes' scripts: 64 GPUs, tensor-parallel size 4, 20 turns, and all
 that 7b.py says; max_images is ours.

@@ -11,9 +11,9 @@ Memory, from `python train.py --plan configs/3b_1gpu.py --num_gpus=1` with the p
     host           20 GB while loading, 12 in a step
 
 Why so: with the vision tower trained as well the update takes 88 GB. With --offload=True, which keeps weights and moments on
-the host (104 GB there at most) and is slower, it fits, and on a 48 GB GPU too (--freeze_vision=False --engine_gpu_frac=0.6). With LoRA
-(--lora_rank=32 --lr=1e-5 --engine_gpu_frac=0.6) the fullest phase takes 68 GB and the update 28, which leaves room for longer
-responses; all weights are the default since that is what DeepEyes trains. Batch and lengths are ours, scaled down from
+the host (104 GB there at most) and is slower, it fits, on a 48 GB GPU too (--freeze_vision=False --engine_gpu_frac=0.6). With
+LoRA (--lora_rank=32 --lr=1e-5 --engine_gpu_frac=0.6) the fullest phase takes 68 GB and the update 28, which leaves room for
+longer responses; all weights are the default since that is what DeepEyes trains. Batch and lengths are ours, scaled down from
 DeepEyes' scripts; image sizes, turns, learning rate, clipping and the objective are theirs, through 7b.py.
 """
 

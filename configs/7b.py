@@ -12,7 +12,7 @@ Memory, from `python train.py --plan configs/7b.py` with the published shape (8.
     GPU, update                  55   47   43   the same, gradients, gathered units 9, activations 24, the engine asleep
     GPU, push                    36   30   27
     host, while loading          79   79   79   the first one: 4 bytes a parameter, beside 6 for each rank's processes
-    host, in a step             155  113   92   at most, 5 images of the largest size in every trajectory: 47, 23, 12 of it
+    host, in a step             202  136  103   at most, 5 images of the largest size in every trajectory: 93, 47, 23 of it
                                                 are those images. DeepEyes asks for 1,200
 
 An engine's KV cache of 28.6 GB holds 18 full-length trajectories at a time (56 KB a token).

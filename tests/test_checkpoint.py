@@ -26,6 +26,7 @@ import checkpoint
 from config import Config
 from data import ParquetData
 from model import load_lm
+from report import Report
 
 
 def parameters(learner):
@@ -84,6 +85,7 @@ def test_only_the_newest_are_kept_and_auto_finds_the_newest_whole_one(codec, tmp
         f.truncate(1000)
     assert checkpoint.find(auto) == paths[1]
     assert f"{shards} is not whole; taking the one before" in capsys.readouterr().out
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     with pytest.raises(checkpoint.CheckpointError, match="distcp is not whole"):
         checkpoint.find(dataclasses.replace(learner.cfg, resume=paths[2]))
     with pytest.raises(checkpoint.CheckpointError, match="is not whole: .*No such file"):
@@ -169,6 +171,40 @@ def test_export_is_a_folder_that_loads(codec, tmp_path, run_script):
     assert done.returncode == 1 and "CheckpointError: checkpoint" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_run_does_not_mix_with_an_earlier_one(codec, tmp_path, monkeypatch):
+    """A checkpoint beyond the first step of a run is not its own, and a restart would take it; a broken one is nobody's."""
+    learner = learner_for(codec, tmp_path)
+    paths = [checkpoint.save(learner.cfg, learner, step=s, rows_drawn=0, log_position=0) for s in (4, 8)]
+    for step in (0, 4):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"step_000008' is of an earlier run, .* begins at step {step}"
+        ):
+            checkpoint.refuse_newer(learner.cfg, step)
+    checkpoint.refuse_newer(learner.cfg, 8)
+    os.remove(os.path.join(paths[1], "rank0.pt"))
+    checkpoint.refuse_newer(learner.cfg, 4)
+    # Started again by torchrun it goes on from its own newest one, not from where it once began.
+    back = dataclasses.replace(learner.cfg, resume=paths[0])
+    newer = checkpoint.save(learner.cfg, learner, step=5, rows_drawn=0, log_position=0)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step_000004", "step_000005"], "the broken one goes"
+    assert checkpoint.find(back) == paths[0]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert checkpoint.find(back) == newer
+    monkeypatch.setattr("dist.gather", lambda path: [path, ""])
+    with pytest.raises(
+        checkpoint.CheckpointError, match="the ranks see different checkpoints \\('', '.*step_000005'\\)"
+    ):
+        checkpoint.find(back)
+
+
+def test_a_log_that_another_run_has_written_is_not_there(tmp_path):
+    """A checkpoint of another out_dir: its log position says nothing about this log."""
+    report = Report(Config(out_dir=str(tmp_path)), 5000)
+    report.close()
+    (head,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert "config" in json.loads(head)
+
+
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path):
     """The first rank alone makes it: the other one must hear of the failure, and not wait for it."""
@@ -198,6 +234,8 @@ def test_two_ranks_write_what_one_rank_reads(tmp_path):
     ):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
         assert done.returncode == 0, done.stderr[-4000:]
+        with open(os.path.join(path, "meta.json")) as f:
+            assert {"rank0.pt", "rank1.pt"} < set(json.load(f)["sizes"]), "each rank's generators"
         results.append(torch.load(tmp_path / ("whole.pt" if len(results) == 0 else "resumed.pt")))
     start = load_lm(TOY, torch.float32).state_dict()
     for other in results[1:]:

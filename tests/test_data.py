@@ -89,6 +89,7 @@ def test_rows_by_number(tmp_path, monkeypatch):
         data[13]
     with pytest.raises(IndexError):
         data[14]
+    assert len(data.held[1]) <= 3, "one row group at a time"
 
 
 def test_large_row_groups_can_be_made_small(tmp_path, run_script):

@@ -6,6 +6,7 @@ import functools
 import io
 import itertools
 import random
+import types
 
 import psutil
 import pytest
@@ -361,6 +362,33 @@ def test_a_gpus_push_has_room_for_the_largest_parameter(codec, monkeypatch):
         follower.push(torch.nn.Linear(3584, ids, bias=False, device="meta"), 1)
         follower.close()
         assert told == {"size": size, "sends": False}
+
+
+def test_the_engine_sleeps_and_wakes_in_order(codec):
+    """Weights, the push, and only then the KV cache; then the caches are emptied. The second push finds it awake."""
+    calls = []
+
+    class LLM:
+        def __getattr__(self, name):
+            async def call(*args, **kwargs):
+                calls.append((name, *args, *kwargs.values()))
+                return True
+
+            return call
+
+    one = engine.VLLMEngine("", codec, max_len=1, max_images=1, max_num_seqs=1, leads=False)
+    one.leads, one.llm = True, LLM()
+    one._sender = types.SimpleNamespace(send_weights=lambda: calls.append(("send",)))
+    one.sleep()
+    one.push(torch.nn.Linear(2, 2), 1)
+    caches = [("reset_prefix_cache",), ("reset_mm_cache",), ("reset_encoder_cache",)]
+    asleep = [("sleep", 2), ("wake_up", ["weights"]), ("send",), ("wake_up", ["kv_cache"])]
+    assert calls == [*asleep, *caches]
+    calls.clear()
+    one.push(torch.nn.Linear(2, 2), 2)
+    assert calls == [("send",), *caches]
+    one.llm = None
+    one.close()
 
 
 def test_a_config_that_vllm_refuses_is_told(codec):

@@ -101,6 +101,8 @@ def test_the_7b_recipe_typed_out(folder):
     assert "more GPUs" in plan.verdict(cfg, s, 1)
     cfg.rollout_tp = 3
     assert plan.verdict(cfg, s, 8) == "no: rollout_tp 3 does not divide 8 GPUs"
+    cfg.rollout_tp = 8
+    assert plan.verdict(cfg, s, 16) == "no: rollout_tp 8 does not divide 28 heads"
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,24 @@ def test_shipped_configs_fit_where_they_say(folder, config, size, counts):
     s = plan.read_shape(cfg.model, cfg.lora_rank)
     for n in counts:
         assert plan.verdict(cfg, s, n).startswith("fits: "), plan.verdict(cfg, s, n)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "counts"), [("7b", "7b", [8, 16, 32]), ("32b", "32b", [64]), ("3b_1gpu", "3b", [1])]
+)
+def test_the_docstrings_say_what_the_plan_says(folder, config, size, counts):
+    cfg = load_config([f"configs/{config}.py", f"--model={folder(size)}"])
+    s = plan.read_shape(cfg.model)
+    with open(f"configs/{config}.py", encoding="utf-8") as f:
+        text = f.read()
+    for name, letter in (("GPU, rollout", "r"), ("GPU, update", "u"), ("host, in a step", "h")):
+        found = re.search(rf"^    {name}((?:\s+\d+)+)", text, re.M)
+        if found:
+            items = [plan.host_items(cfg, s, n) if letter == "h" else plan.gpu_items(cfg, s, n) for n in counts]
+            sums = [sum(i.gb for i in column if letter.replace("h", "r") in i.phases) for column in items]
+            assert [int(n) for n in found[1].split()] == pytest.approx(sums, abs=0.6), name
+        else:
+            assert config != "7b"
 
 
 def test_a_folder_that_is_no_model(tmp_path):

@@ -152,7 +152,8 @@ def test_a_broken_image_is_named_with_its_row(toy_data, tmp_path, run_script):
 
 def test_check_compares_and_trains_nothing(toy_data, tmp_path, run_script):
     out = tmp_path / "x"
-    done = run_script("train.py", "--check", *arguments(toy_data, out), check=True)
+    one = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]  # torchrun serves one process too
+    done = run_script(*one, "train.py", "--check", *arguments(toy_data, out), check=True)
     assert float(re.search(r"agree on a fixed prompt within (\S+)", done.stdout)[1]) < 1e-4
     assert not (out / "log.jsonl").exists() and not (out / "final").exists()
 

@@ -7,7 +7,7 @@ import torch
 from conftest import TOY
 from PIL import Image
 from test_model import make_rows, odd_rows, text_row
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 import dist
@@ -74,6 +74,9 @@ def backward(learner, rows, num_tokens, spare):
         learner.accelerator.backward(loss.sum() * dist.WORLD_SIZE / num_tokens)
     gradients = {n: p.grad.full_tensor().clone() for n, p in learner.policy.named_parameters()}
     norm = clip_grad_norm(learner.policy, 0.0)
+    clip_grad_norm(learner.policy, 0.1)  # by the norm over all ranks, not by each rank's own
+    clipped = {n: p.grad.full_tensor() for n, p in learner.policy.named_parameters()}
+    assert norm > 0.1 and all(torch.allclose(g * 0.1 / norm, clipped[n], rtol=1e-4) for n, g in gradients.items())
     learner.optimizer.zero_grad(set_to_none=True)
     held = [[(r.tokens, r.advantages) for r in b.rows if any(r.response_mask)] for b in batches]
     return {"gradients": gradients, "grad_norm": norm}, dist.gather(held)
@@ -88,6 +91,8 @@ def main():
     codec, config = Codec(TOY), ["configs/toy.py", "--microbatch_tokens=250"]
     learner = Learner(load_config(config), codec)
     assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
+    units = [m for m in learner.policy.modules() if isinstance(m, FSDPModule)]
+    assert len(units) == 1 + 4 + 2, "the root, decoder layers and vision blocks"
     check_share_out(learner, codec)
     spare = text_row(codec)
     spare.response_mask = [0] * len(spare.tokens)
@@ -105,6 +110,10 @@ def main():
     on_host, rows = Learner(load_config([*config, "--offload=True"]), codec), odd_rows(codec)
     policy = on_host.policy._get_fsdp_state()._fsdp_param_group.offload_policy
     assert isinstance(policy, CPUOffloadPolicy), "FSDP2 itself must know of it"
+    half = (
+        Learner(load_config([*config, "--dtype=bfloat16"]), codec).policy._get_fsdp_state()._fsdp_param_group.mp_policy
+    )
+    assert (half.param_dtype, half.reduce_dtype) == (torch.bfloat16, torch.float32)
     saved["offload"], _ = backward(on_host, rows, sum(sum(r.response_mask) for r in rows), spare)
     if dist.IS_MAIN:
         torch.save(saved, f"{sys.argv[1]}/gradients.pt")
