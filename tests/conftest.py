@@ -15,6 +15,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")
+def no_namespaces():
+    """Why network namespaces cannot be made here; "" where they can."""
+    import subprocess
+
+    name = f"nanoeyes-{os.getpid()}"
+    try:
+        for what in ("add", "del"):
+            subprocess.run(["ip", "netns", what, name], check=True, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as e:
+        return f"no network namespaces here: {getattr(e, 'stderr', '') or e}"
+    return ""
+
+
+@pytest.fixture(scope="session")
 def codec():
     from data import Codec
 
