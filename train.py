@@ -105,8 +105,7 @@ def run_engine(
     if not engine.leads:
         dist.wait(ended)
         return []
-    take = lambda: dist.take(name)  # noqa: E731
-    trajectories = engine.run(rollout.run(samples, group_size, temperature, take=take, **more))
+    trajectories = engine.run(rollout.run(samples, group_size, temperature, take=lambda: dist.take(name), **more))
     if cfg.rollout_tp > 1:
         dist.tell(ended)
     return trajectories
