@@ -668,11 +668,8 @@ PUSH_MODELS = {2.5: (128, 384, 3), 250: (768, 2304, 8), 2000: (2048, 6144, 9)}
 def bench_push(sizes: list[float], repeats: int) -> dict:
     """Weight push into a real vLLM, caches reset and all, against copying the same parameters within the trainer."""
     head = ("weights, MB", "push, ms", "plain copy, ms", "of memcpy", "trainer's extra MB", "engine's")
-    table, result, extra = (
-        Table(*head, title=f"best of {repeats}, in turn; extra: peak over what was there before the first push"),
-        {},
-        {},
-    )
+    table = Table(*head, title=f"best of {repeats}, in turn; extra: peak over what was there before the first push")
+    result, extra = {}, {}
     for size in sizes:
         with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             mb, push, copy, more = pool.submit(_push, PUSH_MODELS[size], repeats).result()

@@ -34,6 +34,10 @@ def _folder(cfg: Config) -> str:
     return os.path.join(cfg.out_dir, "checkpoints")
 
 
+def _path(cfg: Config, step: int) -> str:
+    return os.path.join(_folder(cfg), f"step_{step:06d}")
+
+
 def _trained(learner) -> dict:
     """name -> (module, optimizer) of what a checkpoint holds; the reference is the model folder itself."""
     pairs = {"policy": (learner.policy, learner.optimizer)}
@@ -54,7 +58,7 @@ def save(cfg: Config, learner, *, step: int, rows_drawn: int, log_position: int)
 
     A failure or a kill at any moment leaves the older ones as they are. Raises CheckpointError, on all ranks.
     """
-    whole = os.path.join(_folder(cfg), f"step_{step:06d}")
+    whole = _path(cfg, step)
     aside = f"{whole}.tmp"
 
     def make_folder() -> None:
@@ -160,22 +164,29 @@ def find(cfg: Config) -> str:
 
 def _newest(cfg: Config) -> str:
     for path in reversed(_all(cfg)):
-        try:
-            read_meta(path)
+        if not (why := _broken(path)):
             return path
-        except CheckpointError as e:
-            if dist.IS_MAIN:
-                print(f"{e}; taking the one before", flush=True)
+        if dist.IS_MAIN:
+            print(f"{why}; taking the one before", flush=True)
     return ""
+
+
+def _broken(path: str) -> str:
+    """Why a checkpoint is not whole, "" if it is."""
+    try:
+        read_meta(path)
+        return ""
+    except CheckpointError as e:
+        return str(e)
 
 
 def refuse_newer(cfg: Config, step: int) -> None:
     """Raises CheckpointError if out_dir holds a whole checkpoint beyond `step`, where this run begins: it is another run's,
     and a restart would go on from it."""
-    path = _newest(cfg)
-    if path and read_meta(path)["step"] > step:
+    newer = [path for path in _all(cfg) if path > _path(cfg, step) and not _broken(path)]
+    if newer:
         raise CheckpointError(
-            f"{path!r} is of an earlier run, and this one begins at step {step}: --resume=auto goes on from it; to begin"
+            f"{newer[-1]!r} is of an earlier run, and this one begins at step {step}: --resume=auto goes on from it; to begin"
             " there all the same, choose another --out_dir or move it away"
         )
 

@@ -591,7 +591,7 @@ def regroup(source: str, target: str, rows: int = 64) -> None:
     large row group can be a thousand rows each."""
     file = pq.ParquetFile(source, buffer_size=1 << 20)
     with pq.ParquetWriter(f"{target}.tmp", file.schema_arrow, compression="none") as writer:
-        for batch in track(file.iter_batches(batch_size=rows), f"{target}", total=-(-file.metadata.num_rows // rows)):
+        for batch in track(file.iter_batches(batch_size=rows), target, total=-(-file.metadata.num_rows // rows)):
             writer.write_batch(batch, row_group_size=rows)
     os.replace(f"{target}.tmp", target)
 

@@ -23,7 +23,7 @@ _counters: dict[str, int] = {}  # the same on one process
 _seconds = 1800.0  # that a rank waits for the others
 
 
-def init(seconds: float = 1800.0) -> None:
+def init(seconds: float = _seconds) -> None:
     """Joins the ranks that torchrun started, each of which then waits at most so many seconds for the others.
 
     Call it after the engine exists: its forked children must not inherit the group.
@@ -41,9 +41,12 @@ def _join() -> torch_dist.Store:
     store = torch_dist.TCPStore(*address, WORLD_SIZE, is_master=IS_MAIN and not agents, timeout=timeout)
     # The agent's store outlives a restart of the ranks: what an earlier try has left in it must not be met again.
     store = torch_dist.PrefixStore(f"try {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch_dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
+    torch_dist.init_process_group(_backend(), store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
     return torch_dist.PrefixStore("counters", store)
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _bounded(call: Callable):
@@ -79,8 +82,7 @@ def is_gone(error: BaseException) -> bool:
 def init_alone() -> None:
     """A group of one process, for what works on groups alone (FSDP2 with offload)."""
     if not torch_dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch_dist.init_process_group(backend, store=torch_dist.HashStore(), rank=0, world_size=1)
+        torch_dist.init_process_group(_backend(), store=torch_dist.HashStore(), rank=0, world_size=1)
 
 
 def take(counter: str) -> int:
@@ -136,9 +138,9 @@ def exchange(outgoing: list[list], at_a_time: int = 32) -> list:
     for first in range(0, int(largest(longest)), at_a_time):
         sent, sizes = bytearray(), []
         for rank, items in enumerate(outgoing):
-            sizes.append(len(sent))
-            sent += b"" if rank == RANK else pickle.dumps(items[first : first + at_a_time])
-            sizes[-1] = len(sent) - sizes[-1]
+            message = b"" if rank == RANK else pickle.dumps(items[first : first + at_a_time])
+            sent += message
+            sizes.append(len(message))
         incoming = [s[RANK] for s in gather(sizes)]
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         torch_dist.all_to_all_single(received, torch.frombuffer(sent, dtype=torch.uint8), incoming, sizes)

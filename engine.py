@@ -280,32 +280,33 @@ class VLLMEngine:
             self.run(self._answer(self.llm.sleep(level=2)))
             self._asleep = True
 
-    def _wake(self, *parts: str) -> None:
+    def _wake(self, part: str) -> None:
         """Leaves memory that torch only keeps in reserve to the engine, on all its devices, and wakes a part of it."""
         torch.cuda.empty_cache()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         if self._asleep:
-            self.run(self._answer(self.llm.wake_up(list(parts))))
+            self.run(self._answer(self.llm.wake_up([part])))
 
     def push(self, module, version: int) -> None:
         """Streams all that `module.named_parameters()` gives (Hugging Face names) into the engine and resets its caches.
 
         With several ranks all of them call this together: gathering a sharded parameter is a collective.
         """
+        source = ModuleSource(module)
         if self._sender is None:
             if torch.cuda.is_available():
                 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
                 # Its buffer, 1 GB, must hold the largest parameter, which in float32 may be more.
-                sizes = [m.dtype.itemsize * math.prod(m.shape) for m in ModuleSource(module).metadata()]
+                sizes = [m.dtype.itemsize * math.prod(m.shape) for m in source.metadata()]
                 options = {"packed": True, "packed_buffer_size_bytes": max(1 << 30, *sizes)}
                 kind = IPCTrainerInitInfo
             else:
                 kind, options = ShmTrainerInitInfo, {}
             info = kind(rank=0 if self.leads else 1, **options)  # rank 0 sends: each leader, to its own engine
-            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=ModuleSource(module))
-        self._sender.source = ModuleSource(module)
+            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=source)
+        self._sender.source = source
         self.version = version
         # Room for the weights first, the weights, and then, when the trainer's copies are gone, for the KV cache.
         self._wake("weights")

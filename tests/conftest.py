@@ -64,17 +64,18 @@ def vllm_engine(codec):
 
 @pytest.fixture(scope="session")
 def run_script():
-    """Runs a script of the repository in a subprocess; returns the finished process."""
+    """Runs a script of the repository in a subprocess, with `ranks` under torchrun; returns the finished process."""
     import subprocess
 
-    def run(*args, check=False, env=None, timeout=400):
+    def run(*args, ranks=0, check=False, env=None, timeout=400):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
         done = subprocess.run(
-            [sys.executable, *args],
+            [sys.executable, *torchrun, *args],
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=timeout,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PYTHONPATH": ROOT, **(env or {})},  # scripts in tests/ import the project
         )
         if check and done.returncode:
             raise AssertionError(f"{args} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -206,34 +206,22 @@ def test_a_log_that_another_run_has_written_is_not_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path):
+def test_a_folder_that_cannot_be_made_is_told_on_every_rank(tmp_path, run_script):
     """The first rank alone makes it: the other one must hear of the failure, and not wait for it."""
     (tmp_path / "checkpoints").write_text("a file stands in the way")
-    script = os.path.join(ROOT, "tests", "checkpoint_ranks.py")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    done = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script("tests/checkpoint_ranks.py", str(tmp_path), ranks=2, check=True, timeout=200)
     told = [(tmp_path / f"told{rank}").read_text() for rank in (0, 1)]
     assert "step_000001 cannot be written" in told[0] and "Not a directory" in told[0]
     assert told[1].split(" MB are free")[1] == told[0].split(" MB are free")[1]
 
 
 @pytest.mark.slow
-def test_two_ranks_write_what_one_rank_reads(tmp_path):
+def test_two_ranks_write_what_one_rank_reads(tmp_path, run_script):
     """The next update on the same trajectories: on two ranks, on two after loading, and on one after loading."""
-    script = os.path.join(ROOT, "tests", "checkpoint_ranks.py")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     path = str(tmp_path / "checkpoints" / "step_000001")
     results = []
-    for command in (
-        [*launch, "2", script, str(tmp_path)],
-        [*launch, "2", script, str(tmp_path), path],
-        [sys.executable, script, str(tmp_path), path],
-    ):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
-        assert done.returncode == 0, done.stderr[-4000:]
+    for ranks, resumed in ((2, []), (2, [path]), (0, [path])):
+        run_script("tests/checkpoint_ranks.py", str(tmp_path), *resumed, ranks=ranks, check=True)
         with open(os.path.join(path, "meta.json")) as f:
             assert {"rank0.pt", "rank1.pt"} < set(json.load(f)["sizes"]), "each rank's generators"
         results.append(torch.load(tmp_path / ("whole.pt" if len(results) == 0 else "resumed.pt")))

@@ -76,7 +76,7 @@ def test_shuffling_is_seeded_covers_every_row_and_changes_with_the_epoch(tmp_pat
     assert sorted(a[:12]) == sorted(a[12:]) == list(range(12)) and a[:12] != a[12:]
 
 
-def test_rows_by_number(tmp_path, monkeypatch):
+def test_rows_by_number(tmp_path):
     """Over two files; only what is asked for is read, and a path in a row is opened for no other."""
     for name, first in (("a", 0), ("b", 10)):
         rows = [row(extra_info={"index": first + i}, images=[{"bytes": None, "path": f"{i}.png"}]) for i in range(7)]

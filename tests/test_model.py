@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import random
-import subprocess
-import sys
 
 import families
 import psutil
@@ -259,14 +257,10 @@ def test_observation_and_prompt_tokens_get_no_gradient_of_their_own(codec):
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_gradient_of_one(codec, tmp_path):
+def test_two_ranks_give_the_gradient_of_one(codec, tmp_path, run_script):
     """Two gloo ranks with unequal work: rows change ranks; the gradient under FSDP2 is plain transformers' to 1e-5."""
     script = os.path.join(ROOT, "tests", "two_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.path.join(ROOT, 'tests')}"}
-    command = [*launch, script, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(script, str(tmp_path), ranks=2, check=True)
     saved = torch.load(tmp_path / "gradients.pt")
     for case, rows in {"many": odd_rows(codec), "one": make_rows(codec, 2)[1:], "offload": odd_rows(codec)}.items():
         expected = plain_gradient(plain_toy(), codec, rows)

@@ -15,7 +15,6 @@ import types
 
 import psutil
 import pytest
-from conftest import ROOT
 from fake_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -417,9 +416,7 @@ def test_work_is_handed_out_to_whoever_has_room(codec):
 @pytest.mark.slow
 def test_two_real_ranks_share_the_work(tmp_path, run_script):
     script = os.path.join(os.path.dirname(__file__), "hand_out.py")
-    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    path = {"PYTHONPATH": f"{ROOT}:{os.path.dirname(script)}"}
-    run_script(*run, script, str(tmp_path / "taken"), check=True, env=path)
+    run_script(script, str(tmp_path / "taken"), ranks=2, check=True)
     fast, slow = eval((tmp_path / "taken").read_text())
     assert sorted(fast + slow) == sorted(2 * list(range(40, 52))), "each group once, with both members"
     assert len(fast) > len(slow) >= 4

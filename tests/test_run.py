@@ -42,16 +42,7 @@ def read_log(out):
 
 def test_three_steps_on_two_ranks_and_one_more_from_the_checkpoint(toy_data, tmp_path, run_script):
     out = tmp_path / "two"
-    done = run_script(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        *arguments(toy_data, out),
-        check=True,
-    )
+    done = run_script("train.py", *arguments(toy_data, out), ranks=2, check=True)
     head, steps, evals = read_log(out)
     assert head["hardware"]["ranks"] == 2 and head["config"]["steps"] == 3 and head["versions"]["vllm"]
     assert [r["step"] for r in steps] == [1, 2, 3] and [r["step"] for r in evals] == [0, 3]
@@ -106,9 +97,8 @@ def test_three_steps_on_two_ranks_and_one_more_from_the_checkpoint(toy_data, tmp
 )
 def test_ppo_with_all_its_models_on_two_ranks(toy_data, tmp_path, run_script, objective):
     """Policy, critic and reference are sharded; the engine takes what is trained, adapters merged."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     more = ["--advantage=gae", "--steps=2", "--eval_files=[]", *objective]
-    run_script(*launch, *arguments(toy_data, tmp_path), *more, check=True)
+    run_script("train.py", *arguments(toy_data, tmp_path), *more, ranks=2, check=True)
     _, steps, _ = read_log(tmp_path)
     assert [r["policy_version"] for r in steps] == [1, 2]
     for r in steps:
@@ -152,8 +142,7 @@ def test_a_broken_image_is_named_with_its_row(toy_data, tmp_path, run_script):
 
 def test_check_compares_and_trains_nothing(toy_data, tmp_path, run_script):
     out = tmp_path / "x"
-    one = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]  # torchrun serves one process too
-    done = run_script(*one, "train.py", "--check", *arguments(toy_data, out), check=True)
+    done = run_script("train.py", "--check", *arguments(toy_data, out), ranks=1, check=True)  # torchrun serves one too
     assert float(re.search(r"agree on a fixed prompt within (\S+)", done.stdout)[1]) < 1e-4
     assert not (out / "log.jsonl").exists() and not (out / "final").exists()
 
@@ -238,20 +227,18 @@ def test_sharing_an_engine_and_offload_change_nothing(toy_data, tmp_path, run_sc
     ranks (rollout_tp = 2) with one engine of two workers, whose trajectories they share."""
     folder = families.save("qwen2_5_vl", families.make_lm("qwen2_5_vl"), str(tmp_path / "model"))
     more = [f"--model={folder}", "--steps=2", "--show=0", "--advantage=gae", "--kl_coef=0.1"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    runs = {
-        "one": ["train.py"],
-        "host": ["train.py", "--offload=True", "--gradient_checkpointing=True"],
-        "shared": [*torchrun, "train.py", "--rollout_tp=2"],
-    }
-    said = {
-        name: run_script(*run, *arguments(toy_data, tmp_path / name), *more, check=True) for name, run in runs.items()
-    }
-    assert f"starting vLLM on {folder}, 1 engine(s)" in said["shared"].stdout
-    lora = ["--rollout_tp=2", "--lora_rank=4", "--check"]  # merging gathers adapters on all ranks, in the same order
-    done = run_script(*torchrun, "train.py", *arguments(toy_data, tmp_path / "lora"), *more, *lora, check=True)
-    assert "engine and trainer agree" in done.stdout
-    logs = {name: read_log(tmp_path / name) for name in runs}
+
+    def run(name, *own, ranks=0):
+        return run_script(
+            "train.py", *arguments(toy_data, tmp_path / name), *more, *own, ranks=ranks, check=True
+        ).stdout
+
+    run("one")
+    run("host", "--offload=True", "--gradient_checkpointing=True")
+    assert f"starting vLLM on {folder}, 1 engine(s)" in run("shared", "--rollout_tp=2", ranks=2)
+    # Merging gathers adapters on all ranks, in the same order.
+    assert "engine and trainer agree" in run("lora", "--rollout_tp=2", "--lora_rank=4", "--check", ranks=2)
+    logs = {name: read_log(tmp_path / name) for name in ("one", "host", "shared")}
     for name in ("host", "shared"):
         for a, b in zip(logs["one"][1], logs[name][1], strict=True):
             for key in (
